@@ -1,0 +1,48 @@
+# Every target does its own set-up into .venv and repeats only what changed.
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+ARCHS  ?= 8.0;9.0a
+CPP    := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' 'tests/*.cpp' 2>/dev/null)
+
+.PHONY: demo test test-long bench lint format clean setup build
+setup: $(VENV)/.installed
+build: $(VENV)/.built
+
+$(VENV)/.installed: requirements.txt requirements-nodeps.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q -r requirements.txt
+	$(PY) -m pip install -q --no-deps -r requirements-nodeps.txt
+	touch $@
+
+$(VENV)/.built: $(VENV)/.installed setup.py pyproject.toml $(wildcard csrc/*.cpp csrc/*/*)
+	TORCH_CUDA_ARCH_LIST="$(ARCHS)" $(PY) -m pip install -q --no-build-isolation --no-deps -e . -v > $(VENV)/build.log 2>&1 || \
+	  { grep -m1 -n -A8 -E 'error:|Error ' $(VENV)/build.log || tail -40 $(VENV)/build.log; echo "build failed; whole log: $(VENV)/build.log"; exit 1; }
+	@grep -m1 -o 'setup: torch.*' $(VENV)/build.log
+	touch $@
+
+demo: build
+	$(PY) -m specdec_kernels demo
+
+test: build
+	$(PY) -m pytest
+
+test-long: build
+	$(PY) -m pytest --long
+
+bench: build
+	$(PY) -m benchmarks.run --quick
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/clang-format --dry-run --Werror $(CPP)
+
+format: setup
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix-only .
+	$(VENV)/bin/clang-format -i $(CPP)
+
+clean:
+	rm -rf build dist *.egg-info $(VENV)/.built specdec_kernels/*.so

@@ -1,0 +1,23 @@
+"""Triton twins of the ops: same names, same argument order, namespace `specdec_triton`, dispatch key CUDA."""
+
+import importlib
+from typing import Any
+
+# op -> module of this package that defines `impl_<op>` with the schema's arguments
+OPS: dict[str, str] = {}
+
+_loaded: dict[str, Any] = {}  # keeps each Library alive: it unregisters when collected
+
+
+def load(op: str) -> str:
+    """Import the module that implements `op` and register it for CUDA; ImportError if there is none."""
+    if op not in OPS:
+        raise ImportError(f"{op}: no Triton implementation")
+    if op not in _loaded:
+        import torch
+
+        module = importlib.import_module(f"specdec_kernels._triton.{OPS[op]}")
+        library = torch.library.Library("specdec_triton", "IMPL", "CUDA")
+        library.impl(op, getattr(module, f"impl_{op}"))
+        _loaded[op] = library
+    return OPS[op]

@@ -1,0 +1,72 @@
+"""Fixtures every suite shares: the `backend` axis, seeds, poisoned memory, the long marker."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import pytest
+import torch
+
+from specdec_kernels import _ops
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run the full-size suites as well")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--long"):
+        return
+    for item in items:
+        if "long" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="long suite: pytest --long"))
+
+
+class Backend:
+    """One way of running the ops: `call(op, *args)` runs the out-variant, `kwargs` goes to public functions."""
+
+    def __init__(self, name: str, device: str, selector: str | None):
+        self.name, self.device, self.selector = name, device, selector
+
+    @property
+    def kwargs(self) -> dict[str, str | None]:
+        return {"backend": self.selector}
+
+    def require(self, op: str) -> None:
+        if not _ops.supports(op, self.selector or "native", self.device):
+            pytest.skip(f"{op}: not built for backend {self.name}")
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _backends() -> list[Backend]:
+    found = [Backend("cpu", "cpu", None)]
+    if torch.cuda.is_available():
+        found.append(Backend("cuda", "cuda", "native"))
+    return found
+
+
+@pytest.fixture(params=_backends(), ids=repr)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+    np.random.seed(0)
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
+    """An output buffer full of NaN (floats) or of 0x7f7f7f7f (integers), so that unwritten elements show."""
+    out = torch.empty(*shape, dtype=dtype, device=device)
+    if dtype.is_floating_point:
+        return out.fill_(float("nan"))
+    if dtype == torch.bool:
+        return out.fill_(True)
+    return out.fill_(0x7F7F7F7F if dtype != torch.uint8 else 0x7F)
