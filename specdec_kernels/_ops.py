@@ -96,7 +96,8 @@ SCHEMAS: dict[str, str] = {
     "Tensor(a!) order, Tensor(b!) bucket_offsets, Tensor(c!) cu_nodes) -> ()",
     "pack_rows": "(Tensor x, Tensor cu, Tensor(a!) out) -> ()",
     "unpack_rows": "(Tensor x, Tensor cu, Tensor(a!) out) -> ()",
-    "padding_stats": "(Tensor num_nodes, Tensor order, Tensor bucket_offsets, int[] bucket_sizes, Tensor(a!) stats) -> ()",
+    "padding_stats": "(Tensor num_nodes, Tensor order, Tensor bucket_offsets, int[] bucket_sizes, "
+    "Tensor(a!) stats) -> ()",
 }
 
 
