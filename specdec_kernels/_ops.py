@@ -12,6 +12,7 @@ import functools
 import importlib
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -186,16 +187,16 @@ def supports(op: str, backend: str = "native", device: str = "cpu") -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(qualified, _DISPATCH_KEYS.get(device, device.upper()))
 
 
-@functools.cache
-def _resolve(op: str, backend: str | None, device: str) -> Any:
-    """The callable for (op, backend, device); raises NotImplementedError naming what exists."""
+@torch.compiler.assume_constant_result
+def _namespace(op: str, backend: str | None, device: str) -> str:
+    """The namespace that serves (op, backend, device); raises NotImplementedError naming what exists."""
     choice = backend or os.environ.get("SPECDEC_BACKEND") or None
     fake = device == "meta"
     if choice is not None and choice not in _NAMESPACES:
         raise ValueError(f"{op}: backend: expected one of {sorted(_NAMESPACES)}, got {choice!r}")
     for candidate in [choice] if choice else BACKENDS:
         if fake or supports(op, candidate, device):
-            return getattr(getattr(torch.ops, _NAMESPACES[candidate]), op).default
+            return _NAMESPACES[candidate]
     have = [f"{b} on {d}" for b in BACKENDS for d in ("cpu", "cuda") if supports(op, b, d)]
     raise NotImplementedError(
         f"{op}: backend: {choice or 'auto'} on {device} is not built; this build has: {', '.join(have) or 'none'} "
@@ -203,8 +204,15 @@ def _resolve(op: str, backend: str | None, device: str) -> Any:
     )
 
 
+@functools.cache
+def _resolve(op: str, backend: str | None, device: str) -> Any:
+    return getattr(getattr(torch.ops, _namespace(op, backend, device)), op).default
+
+
 def call(op: str, backend: str | None, device: torch.device, *args: Any) -> None:
     """Run `op` on the chosen backend. An explicit backend never falls back to another."""
+    if torch.compiler.is_compiling():  # the cache is opaque to Dynamo, the name of the op is not
+        return getattr(getattr(torch.ops, _namespace(op, backend, device.type)), op).default(*args)
     if _LOG:
         logger.info("%s(%s)", op, ", ".join(map(_brief, args)))
     if _NVTX and device.type == "cuda":
@@ -222,6 +230,24 @@ if _LOG and not logger.handlers:
 def checking() -> bool:
     """SPECDEC_CHECK=1: validate device values on the host and raise (debugging; synchronises)."""
     return bool(int(os.environ.get("SPECDEC_CHECK", "0")))
+
+
+_WORKSPACES: dict[str, Callable[..., int]] = {}
+
+
+def register_workspace(op: str, size: Callable[..., int]) -> None:
+    """Give `op` a workspace: `size(**bounds)` in bytes. Called by the room that owns the op."""
+    _WORKSPACES[op] = size
+
+
+def workspace_size(op: str, **bounds: int) -> int:
+    """Bytes of workspace `op` may ask for within `bounds` (0: it needs none). Zero it once; every call leaves it zeroed.
+
+    A workspace is never shared between streams. Which bounds an op takes stands in docs/ops.md.
+    """
+    if op not in SCHEMAS:
+        raise ValueError(f"workspace_size: op: expected one of {sorted(SCHEMAS)}, got {op!r}")
+    return _WORKSPACES[op](**bounds) if op in _WORKSPACES else 0
 
 
 def register_backend(name: str, namespace: str) -> None:
