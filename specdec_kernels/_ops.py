@@ -241,7 +241,7 @@ def register_workspace(op: str, size: Callable[..., int]) -> None:
 
 
 def workspace_size(op: str, **bounds: int) -> int:
-    """Bytes of workspace `op` may ask for within `bounds` (0: it needs none). Zero it once; every call leaves it zeroed.
+    """Bytes of workspace `op` may ask for within `bounds` (0: it needs none). Zero it once; calls leave it zeroed.
 
     A workspace is never shared between streams. Which bounds an op takes stands in docs/ops.md.
     """
