@@ -39,7 +39,7 @@ SCHEMAS: dict[str, str] = {
     "expand_tree": "(Tensor scores, Tensor child_log_probs, int k, "
     "Tensor(a!) child_scores, Tensor(b!) beam, Tensor(c!) beam_scores) -> ()",
     "rerank_tree": "(Tensor scores, Tensor parents, Tensor cu_candidates, Tensor num_nodes, bool sampled, "
-    "Tensor(a!) selected, Tensor(b!) parents_out, Tensor(c!) cu_nodes) -> ()",
+    "Tensor(a!) selected, Tensor(b!) parents_out, Tensor(c!) cu_nodes, Tensor(d!) flags) -> ()",
     "pack_mask": "(Tensor mask, Tensor(a!) words) -> ()",
     "unpack_mask": "(Tensor words, Tensor(a!) mask) -> ()",
     "tree_from_mask": "(Tensor tree_mask, Tensor cu_nodes, int max_nodes, Tensor(a!) parents) -> ()",
@@ -84,7 +84,7 @@ SCHEMAS: dict[str, str] = {
     "gather_accepted": "(Tensor x, Tensor cu_nodes, Tensor accepted_nodes, Tensor num_emitted, "
     "Tensor(a!) out, Tensor(b!) cu_out) -> ()",
     "prepare_next": "(Tensor output_token_ids, Tensor num_emitted, Tensor accepted_nodes, Tensor context_lens, "
-    "Tensor page_table, int page_size, Tensor(a!) root_token_ids, Tensor(b!) token_ids, Tensor(c!) positions, "
+    "Tensor page_table, int page_size, int position_offset, Tensor(a!) root_token_ids, Tensor(b!) token_ids, Tensor(c!) positions, "
     "Tensor(d!) slots, Tensor(e!) cu_tokens) -> ()",
     # ---- kv
     "commit_kv": "(Tensor page_table, Tensor context_lens, Tensor cu_nodes, Tensor accepted_nodes, "
@@ -97,8 +97,8 @@ SCHEMAS: dict[str, str] = {
     "Tensor(a!) order, Tensor(b!) bucket_offsets, Tensor(c!) cu_nodes) -> ()",
     "pack_rows": "(Tensor x, Tensor cu, Tensor(a!) out) -> ()",
     "unpack_rows": "(Tensor x, Tensor cu, Tensor(a!) out) -> ()",
-    "padding_stats": "(Tensor num_nodes, Tensor order, Tensor bucket_offsets, int[] bucket_sizes, "
-    "Tensor(a!) stats) -> ()",
+    "padding_stats": "(Tensor num_nodes, Tensor order, Tensor bucket_offsets, int[] bucket_sizes, int tile_rows, "
+    "int group_size, Tensor(a!) stats) -> ()",
 }
 
 
