@@ -1,4 +1,4 @@
-"""What machine a row was measured on, and whether it was quiet: CPU, threads, read bandwidth, NVML where there is a GPU."""
+"""What machine a row was measured on, and whether it was quiet: CPU, threads, read bandwidth, NVML."""
 
 from __future__ import annotations
 
