@@ -1,0 +1,118 @@
+"""Where the verifiers of `sampling_rules` get their randomness: exact enumeration, or the ops' Philox keys.
+
+A verifier asks its dice three things: `coin(r)` (true with probability min(r, 1)), `bucket(masses)` (one coin against
+cumulative masses: the index hit, or None behind the last) and `pick(weights)` (an index in proportion to weights).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from python_ref import rng
+
+
+class ExactDice:
+    """Follows `script` through the choices, then takes first options; `open` lists the alternatives it left out."""
+
+    def __init__(self, script: tuple[int, ...]):
+        self.script, self.made, self.weight = script, 0, Fraction(1)
+        self.open: list[tuple[int, ...]] = []
+
+    def _choose(self, weights: Sequence[Fraction]) -> int:
+        options = [index for index, weight in enumerate(weights) if weight > 0]
+        if self.made < len(self.script):
+            option = self.script[self.made]
+        else:
+            option = options[0]
+            self.open += [(*self.script, other) for other in options[1:]]
+            self.script = (*self.script, option)
+        self.made += 1
+        self.weight *= Fraction(weights[option])
+        return option
+
+    def coin(self, ratio: Fraction, **key: int) -> bool:
+        ratio = min(Fraction(ratio), Fraction(1))
+        return self._choose([1 - ratio, ratio]) == 1
+
+    def bucket(self, masses: Sequence[Fraction], **key: int) -> int | None:
+        index = self._choose([*masses, 1 - sum(masses)])
+        return None if index == len(masses) else index
+
+    def pick(self, weights: Sequence[Fraction], **key: int) -> int:
+        total = sum(weights)
+        return self._choose([Fraction(weight) / total for weight in weights])
+
+
+def enumerate_law(run: Callable[[ExactDice], Hashable]) -> dict[Any, Fraction]:
+    """Exact law of `run(dice)` over every outcome of every coin and pick it makes."""
+    law: defaultdict[Any, Fraction] = defaultdict(Fraction)
+    scripts: list[tuple[int, ...]] = [()]
+    while scripts:
+        dice = ExactDice(scripts.pop())
+        law[run(dice)] += dice.weight
+        scripts += dice.open
+    return dict(law)
+
+
+def gumbel(word: int) -> float:
+    """-log(-log1p(-u)) at the midpoint u of the word's 2^-32 cell (the ops refine words under 4096 further)."""
+    return float(-np.log(-np.log1p(-rng.coin(word))))
+
+
+def gumbel_row(vocab: int, seed: int, position: int, purpose: int, salt: int = 0) -> np.ndarray:
+    """[vocab] float64 Gumbel noise: token t takes word t % 4 of block t // 4."""
+    blocks = (vocab + 3) // 4
+    words = [word for block in range(blocks) for word in rng.draw(seed, position, purpose, block, salt)]
+    u = (np.array(words[:vocab], dtype=np.float64) + 0.5) * 2.0**-32
+    return -np.log(-np.log1p(-u))
+
+
+class PhiloxDice:
+    """The ops' own randomness in float64.
+
+    `margin` is the smallest distance of any decision so far from turning out otherwise (a coin from its threshold, the
+    best perturbed score from the second): decisions with a margin above float32 rounding must agree with the ops.
+    """
+
+    def __init__(self, seed: int, position: int, step: int = 0, uniforms: Sequence[float] | None = None):
+        self.seed, self.position, self.step, self.uniforms = seed, position, step, uniforms
+        self.margin = float("inf")
+
+    def _uniform(self, node: int, depth: int, trial: int, purpose: int) -> float:
+        if self.uniforms is not None:
+            return float(self.uniforms[node])
+        salt = self.step if purpose == rng.BLOCK else 0
+        return rng.coin(rng.draw(self.seed, self.position + depth - 1, purpose, trial, salt)[0])
+
+    def coin(self, ratio: float, *, node: int, depth: int, trial: int = 0, purpose: int = rng.ACCEPT) -> bool:
+        if ratio <= 0 or ratio >= 1:
+            if 0 < ratio < 1 + 1e-5:
+                self.margin = min(self.margin, ratio - self._uniform(node, depth, trial, purpose))
+            return ratio > 0
+        u = self._uniform(node, depth, trial, purpose)
+        self.margin = min(self.margin, abs(u - ratio))
+        return u < ratio
+
+    def bucket(self, masses: Sequence[float], *, node: int, depth: int) -> int | None:
+        u, cumulative, hit = self._uniform(node, depth, 0, rng.ACCEPT), 0.0, None
+        for index, mass in enumerate(masses):
+            cumulative += mass
+            self.margin = min(self.margin, abs(u - cumulative))
+            if hit is None and u < cumulative:
+                hit = index
+        return hit
+
+    def pick(self, weights: np.ndarray, *, depth: int) -> int:
+        weights = np.asarray(weights, dtype=np.float64)
+        noise = gumbel_row(len(weights), self.seed, self.position + depth, rng.EMIT)
+        with np.errstate(divide="ignore"):
+            scores = np.log(weights) + noise
+        best = int(np.argmax(scores))
+        if np.isfinite(scores).sum() > 1:
+            self.margin = min(self.margin, float(scores[best] - np.partition(scores, -2)[-2]))
+        return best
