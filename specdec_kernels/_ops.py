@@ -84,7 +84,8 @@ SCHEMAS: dict[str, str] = {
     "gather_accepted": "(Tensor x, Tensor cu_nodes, Tensor accepted_nodes, Tensor num_emitted, "
     "Tensor(a!) out, Tensor(b!) cu_out) -> ()",
     "prepare_next": "(Tensor output_token_ids, Tensor num_emitted, Tensor accepted_nodes, Tensor context_lens, "
-    "Tensor page_table, int page_size, int position_offset, Tensor(a!) root_token_ids, Tensor(b!) token_ids, Tensor(c!) positions, "
+    "Tensor page_table, int page_size, int position_offset, "
+    "Tensor(a!) root_token_ids, Tensor(b!) token_ids, Tensor(c!) positions, "
     "Tensor(d!) slots, Tensor(e!) cu_tokens) -> ()",
     # ---- kv
     "commit_kv": "(Tensor page_table, Tensor context_lens, Tensor cu_nodes, Tensor accepted_nodes, "
