@@ -1,4 +1,7 @@
-"""Write docs/ops.md from the schema table: `python -m docs.generate_ops [--check]`."""
+"""Write docs/ops.md and the README's support matrix from the schema table and the sources.
+
+`python -m docs.generate_ops` writes them, `--check` only compares (a test runs it).
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ import re
 import sys
 from pathlib import Path
 
-from specdec_kernels._ops import SCHEMAS
+from specdec_kernels import _triton
+from specdec_kernels._ops import SCHEMAS, supports
 
-TARGET = Path(__file__).with_name("ops.md")
+ROOT = Path(__file__).parents[1]
+OPS_PAGE, README = ROOT / "docs" / "ops.md", ROOT / "README.md"
+BEGIN, END = "<!-- support matrix: generated -->", "<!-- end of the support matrix -->"
 ROOMS = {
     "tree": "build_tree chain_tree expand_tree rerank_tree pack_mask unpack_mask tree_from_mask",
     "attention": "tree_attention plan_tree_attention write_kv slot_mapping merge_attention",
@@ -19,8 +25,8 @@ ROOMS = {
 }
 
 
-def render() -> str:
-    """The whole page."""
+def ops_page() -> str:
+    """docs/ops.md, whole."""
     lines = [
         "# torch.ops.specdec",
         "",
@@ -34,7 +40,7 @@ def render() -> str:
         lines += [f"## {room}", ""]
         for name in names.split():
             listed.add(name)
-            arguments = [a.strip() for a in re.split(r",(?![^(\[]*[)\]])", SCHEMAS[name].strip()[1:].split(") -> ")[0])]
+            arguments = [a.strip() for a in SCHEMAS[name].strip()[1:].split(") -> ()")[0].split(", ")]
             written = [a.split()[-1] for a in arguments if "!" in a]
             lines += [f"### `{name}`", "", "```", f"{name}(", *[f"    {a}," for a in arguments], ")", "```"]
             lines += ["", f"Writes {', '.join(f'`{w}`' for w in written)}.", ""]
@@ -44,8 +50,36 @@ def render() -> str:
     return "\n".join(lines)
 
 
+def cuda_ops() -> set[str]:
+    """Ops registered by some csrc/**/*_cuda.cu or *_sm90.cu."""
+    text = "\n".join(p.read_text() for p in ROOT.glob("csrc/**/*.cu"))
+    return {op for op in SCHEMAS if re.search(rf'"{op}"', text)}
+
+
+def matrix() -> str:
+    """The support matrix: op by backend, from what is compiled and what sources exist."""
+    cuda = cuda_ops()
+    lines = [BEGIN, "| op | CPU | CUDA | Triton |", "|---|---|---|---|"]
+    for names in ROOMS.values():
+        for op in names.split():
+            gpu = ["not yet run on a GPU" if has else "not yet" for has in (op in cuda, op in _triton.OPS)]
+            lines.append(f"| `{op}` | {'yes' if supports(op) else 'not yet'} | {gpu[0]} | {gpu[1]} |")
+    return "\n".join([*lines, END])
+
+
+def readme() -> str:
+    """README.md with a fresh matrix between its marks."""
+    text = README.read_text()
+    head, rest = text.split(BEGIN)
+    return head + matrix() + rest.split(END)[1]
+
+
 if __name__ == "__main__":
-    page = render()
+    pages = {OPS_PAGE: ops_page(), README: readme()}
+    stale = [
+        str(path.relative_to(ROOT)) for path, text in pages.items() if not path.exists() or path.read_text() != text
+    ]
     if "--check" in sys.argv:
-        sys.exit(0 if TARGET.exists() and TARGET.read_text() == page else "docs/ops.md is stale")
-    TARGET.write_text(page)
+        sys.exit(f"stale: {stale} (python -m docs.generate_ops)" if stale else 0)
+    for path, text in pages.items():
+        path.write_text(text)

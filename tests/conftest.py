@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import json
 import os
+import re
+from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,6 +20,8 @@ from specdec_kernels import _ops
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the full-size suites as well")
+    under_ci = os.environ.get("CI") == "true"
+    parser.addoption("--check-skips", action="store_true", default=under_ci, help="hold skips to tests/skips.json")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -24,6 +30,39 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "long" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="long suite: pytest --long"))
+
+
+_skipped: collections.Counter[str] = collections.Counter()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped and isinstance(report.longrepr, tuple):
+        _skipped[str(report.longrepr[2]).removeprefix("Skipped: ")] += 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Skips by reason against tests/skips.json: {pattern: [most, why]}; a reason that no pattern covers counts as 0."""
+    if not session.config.getoption("--check-skips"):
+        return
+    allowed = json.loads(Path(__file__).with_name("skips.json").read_text())
+    totals: collections.Counter[str] = collections.Counter()
+    for reason, count in _skipped.items():
+        totals[next((p for p in allowed if re.fullmatch(p, reason)), reason)] += count
+    grown = {r: n for r, n in totals.items() if n > (allowed[r][0] if r in allowed else 0)}
+    session.config.stash[_GROWN] = (totals, grown)
+    if grown and session.exitstatus == 0:
+        session.exitstatus = 1
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    totals, grown = terminalreporter.config.stash.get(_GROWN, ({}, {}))
+    for reason, count in totals.items():
+        terminalreporter.write_line(
+            f"skipped {count}: {reason}" + ("  <- more than tests/skips.json allows" * (reason in grown))
+        )
+
+
+_GROWN = pytest.StashKey[tuple[collections.Counter[str], dict[str, int]]]()
 
 
 class Backend:

@@ -1,0 +1,166 @@
+"""Install and build: what users complain about first (cases IN-01 to IN-03; IN-04 is test_op_contract.py)."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(code: str, env: dict[str, str] | None = None, **kwargs) -> subprocess.CompletedProcess[str]:
+    base = {k: v for k, v in os.environ.items() if not k.startswith("SPECDEC")}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env={**base, **(env or {})}, **kwargs
+    )
+
+
+def metadata() -> str:
+    return (ROOT / "pyproject.toml").read_text()
+
+
+def test_IN_01_metadata_pins_the_torch_range():
+    assert re.search(r'dependencies = \["torch>=2\.11"', metadata())
+    assert "TORCH_TARGET_VERSION" in (ROOT / "setup.py").read_text()
+
+
+def test_IN_01_an_unloadable_library_names_both_versions():
+    """A library that torch refuses: the import goes on, and the message names built-for and found versions."""
+    code = """
+import logging, torch
+logging.basicConfig(level=logging.WARNING)
+def refuse(path): raise OSError("undefined symbol: aoti_torch_something")
+torch.ops.load_library = refuse
+import specdec_kernels as sk
+from specdec_kernels import _ops
+print(_ops.NATIVE["cpu"])
+try:
+    _ops.call("build_tree", None, torch.device("cpu"))
+except NotImplementedError as error:
+    print(error)
+"""
+    result = run(code)
+    assert result.returncode == 0, result.stderr
+    import torch
+
+    assert "undefined symbol" in result.stdout
+    assert f"torch {torch.__version__}" in result.stdout
+    assert "stable ABI of torch >= 2.11" in result.stdout
+    assert "build_tree: backend: auto on cpu is not built" in result.stdout
+
+
+BLOCKER = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"triton", "transformers", "rich", "gguf", "accelerate", "prometheus_client", "scipy"}:
+            raise ModuleNotFoundError(f"blocked: {name}")
+sys.meta_path.insert(0, Block())
+"""
+
+
+def test_IN_02_import_and_cpu_ops_without_gpu_nvcc_triton_transformers():
+    code = (
+        BLOCKER
+        + """
+import torch, time
+start = time.time()
+import specdec_kernels as sk
+assert time.time() - start < 5
+tree = sk.build_tree(torch.tensor([-1, 0, 0, 1], dtype=torch.int32), torch.tensor([0, 4], dtype=torch.int32),
+                     torch.tensor([7], dtype=torch.int32), max_nodes=4)
+print(tree.positions.tolist())
+try:
+    sk.build_tree(torch.tensor([-1], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32),
+                  torch.tensor([7], dtype=torch.int32), max_nodes=1, backend="triton")
+except NotImplementedError as error:
+    print(error)
+"""
+    )
+    result = run(code, env={"PATH": "", "CUDA_HOME": ""})
+    assert result.returncode == 0, result.stderr
+    assert "[7, 8, 8, 9]" in result.stdout
+    assert "build_tree: backend: triton on cpu is not built" in result.stdout
+
+
+def _fake_toolkit(folder: Path, body: str) -> Path:
+    (folder / "bin").mkdir(parents=True)
+    nvcc = folder / "bin" / "nvcc"
+    nvcc.write_text("#!/bin/sh\n" + body)
+    nvcc.chmod(0o755)
+    return folder
+
+
+def test_IN_03_stray_colon_is_named_and_survived(tmp_path: Path):
+    toolkit = _fake_toolkit(tmp_path / "cuda", "echo 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    result = subprocess.run(
+        [sys.executable, "setup.py", "--name"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "CUDA_HOME": f":{toolkit}", "TORCH_CUDA_ARCH_LIST": "8.0"},
+    )
+    assert result.returncode == 0, result.stderr
+    assert f"CUDA_HOME: expected one directory, got ':{toolkit}'; using '{toolkit}'" in result.stdout
+    assert f"with {toolkit}" in result.stdout
+
+
+def test_IN_03_missing_toolkit_is_one_line(tmp_path: Path):
+    env = {**os.environ, "SPECDEC_BUILD_CUDA": "1", "CUDA_HOME": str(tmp_path / "nothing")}
+    result = subprocess.run([sys.executable, "setup.py", "--name"], capture_output=True, text=True, cwd=ROOT, env=env)
+    assert result.returncode != 0
+    assert "setup: CUDA_HOME: expected a CUDA toolkit with bin/nvcc" in result.stderr
+    bad = subprocess.run(
+        [sys.executable, "setup.py", "--name"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "SPECDEC_BUILD_CUDA": "maybe"},
+    )
+    assert "SPECDEC_BUILD_CUDA: expected auto, 0 or 1, got 'maybe'" in bad.stderr
+
+
+def test_IN_03_first_compiler_error_is_quoted(tmp_path: Path):
+    """`make build` with a compiler that fails: the first error is shown, with the place of the whole log."""
+    copy = tmp_path / "copy"
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file() and name.startswith(
+            ("csrc", "setup", "pyproject", "Makefile", "specdec", "requ", "READ", "LIC")
+        ):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_bytes((ROOT / name).read_bytes())
+    source = next((copy / "csrc").glob("*/*_cpu.cpp"))
+    source.write_text('#include "a_header_that_is_missing.h"\n' + source.read_text())
+    (copy / ".venv").mkdir()
+    (copy / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
+    (copy / ".venv" / ".installed").touch()
+    result = subprocess.run(
+        ["make", "build"], cwd=copy, capture_output=True, text=True, env={**os.environ, "SPECDEC_BUILD_CUDA": "0"}
+    )
+    assert result.returncode != 0
+    assert "a_header_that_is_missing.h: No such file" in result.stdout, result.stdout[-2000:]
+    assert "whole log: .venv/build.log" in result.stdout
+
+
+@pytest.mark.long
+def test_wheel_holds_the_package_alone(tmp_path: Path):
+    built = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", str(tmp_path), "."],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "SPECDEC_BUILD_CUDA": "0"},
+    )
+    assert built.returncode == 0, built.stderr[-2000:]
+    wheel = next(tmp_path.glob("*.whl"))
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"specdec_kernels"}, tops
+    assert any("_cpu.abi3.so" in name for name in names)
