@@ -1,6 +1,6 @@
 """Front door of the microbenchmarks: `python -m benchmarks.run [family ...] [--quick] [--out FOLDER]`.
 
-Each family is `benchmarks/bench_<family>.py` with `main(argv) -> int`; it runs in a process of its own, with OpenMP threads
+Each family is `benchmarks/bench_<family>.py` with `main(argv) -> int`; it runs in a process of its own, with threads
 that sleep instead of spinning, and appends JSONL rows to FOLDER/<family>.jsonl. Failures are listed at the end.
 """
 
