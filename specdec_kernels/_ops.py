@@ -83,10 +83,9 @@ SCHEMAS: dict[str, str] = {
     "truncate": "(Tensor limit, Tensor(a!) output_token_ids, Tensor(b!) num_emitted, Tensor(c!) accepted_nodes) -> ()",
     "gather_accepted": "(Tensor x, Tensor cu_nodes, Tensor accepted_nodes, Tensor num_emitted, "
     "Tensor(a!) out, Tensor(b!) cu_out) -> ()",
-    "prepare_next": "(Tensor output_token_ids, Tensor num_emitted, Tensor accepted_nodes, Tensor context_lens, "
-    "Tensor page_table, int page_size, int position_offset, "
-    "Tensor(a!) root_token_ids, Tensor(b!) token_ids, Tensor(c!) positions, "
-    "Tensor(d!) slots, Tensor(e!) cu_tokens) -> ()",
+    "prepare_next": "(Tensor output_token_ids, Tensor num_emitted, Tensor context_lens, Tensor page_table, "
+    "int page_size, int position_offset, Tensor(a!) root_token_ids, Tensor(b!) token_ids, "
+    "Tensor(c!) positions, Tensor(d!) slots, Tensor(e!) cu_tokens) -> ()",
     # ---- kv
     "commit_kv": "(Tensor page_table, Tensor context_lens, Tensor cu_nodes, Tensor accepted_nodes, "
     "Tensor num_emitted, Tensor? request_order, str kv_layout, "
