@@ -1,0 +1,83 @@
+"""Cases VT-01, VT-03 and VT-05 (vocabularies), ME-01 to ME-03 (what is counted) and PF-04 (when not to draft)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specdec_kernels.advisor import tokenizer_check as tc
+from specdec_kernels.advisor import vocabulary as vb
+from specdec_kernels.advisor.draft_map import draft_to_target
+
+TARGET = {0: b"<s>", 1: b"a", 2: b"b", 3: b"ab"}
+
+
+# ---- VT-01
+
+
+def test_VT_01_d2t_holds_offsets():
+    d2t = torch.tensor([0, 1, 3])
+    assert draft_to_target(d2t, draft_size=3, target_size=6, kind="offset").tolist() == [0, 2, 5]
+    assert draft_to_target(d2t, draft_size=3, target_size=6, kind="absolute").tolist() == [0, 1, 3]
+    with pytest.raises(ValueError, match="kind"):  # the reading is never guessed
+        draft_to_target(d2t, draft_size=3, target_size=6)
+
+
+def test_VT_01_bad_maps_are_refused():
+    with pytest.raises(ValueError, match=r"expected targets in 0\.\.5, got 11 for draft id 2"):
+        draft_to_target(torch.tensor([0, 1, 9]), draft_size=3, target_size=6, kind="offset")
+    with pytest.raises(ValueError, match=r"got 1 for draft ids \[0, 1\]"):
+        draft_to_target(torch.tensor([1, 0, 0]), draft_size=3, target_size=6, kind="offset")
+    with pytest.raises(ValueError, match=r"got -1 for draft id 0"):
+        draft_to_target(torch.tensor([-1, 0, 0]), draft_size=3, target_size=6, kind="offset")
+    with pytest.raises(ValueError, match=r"expected integers \[3\]"):
+        draft_to_target(torch.tensor([0.0, 1.0, 3.0]), draft_size=3, target_size=6, kind="offset")
+
+
+def test_VT_01_absent_map_is_identity_only_if_sizes_match():
+    assert draft_to_target(None, draft_size=6, target_size=6).tolist() == list(range(6))
+    with pytest.raises(ValueError, match="3 and 6 ids, got None"):
+        draft_to_target(None, draft_size=3, target_size=6)
+
+
+# ---- VT-05
+
+
+def test_VT_05_same_size_is_not_same_tokens():
+    report = tc.check_tokenizers(TARGET, {0: b"<s>", 1: b"a", 2: b"ab", 3: b"b"})
+    assert report.verdict == tc.INCOMPATIBLE
+    assert report.summary.startswith("incompatible, 2 of 4 differ, first at 2")
+    assert report.first_differences == [tc.Difference(2, b"b", b"ab"), tc.Difference(3, b"ab", b"b")]
+
+
+def test_VT_05_same_prefix_is_usable():
+    six = TARGET | {4: b"c", 5: b"d"}
+    report = tc.check_tokenizers(six, TARGET)
+    assert (report.verdict, report.num_ids) == (tc.PREFIX, 4)
+    assert report.summary.startswith("compatible on 4 ids")
+    assert tc.check_tokenizers(TARGET, six).num_ids == 4  # a longer draft as well: ids from 4 on are never proposed
+
+
+def test_VT_05_other_eos_is_flagged_with_both_ids():
+    report = tc.check_tokenizers(vb.from_map(TARGET, special={"eos": 0}), vb.from_map(TARGET, special={"eos": 3}))
+    assert report.verdict == tc.COMPATIBLE
+    assert report.special_differences == {"eos": (0, 3)}
+    assert report.flags == ["eos id: target 0, draft 3"]
+    same = tc.check_tokenizers(vb.from_map(TARGET, special={"eos": 0}), vb.from_map(TARGET, special={"eos": 0}))
+    assert not same.flags
+
+
+def test_VT_05_conversion_adds_nothing():
+    draft, target = {0: b"a", 1: b"b"}, vb.from_map(TARGET, special={"bos": 0})
+    assert tc.check_tokenizers(target, draft).verdict == tc.CONVERSION
+    assert tc.convert_drafts([0, 1], draft, target) == [3]
+
+
+def test_VT_05_conversion_through_a_tokenizer_that_prepends_bos_adds_nothing():
+    from tokenizers import AddedToken, Tokenizer, models, processors
+
+    tokenizer = Tokenizer(models.BPE(vocab={"<s>": 0, "a": 1, "b": 2, "ab": 3}, merges=[("a", "b")]))
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    assert tokenizer.encode("ab").ids == [0, 3]  # what re-encoding draft text would give
+    assert tc.convert_drafts([0, 1], {0: b"a", 1: b"b"}, tokenizer) == [3]
