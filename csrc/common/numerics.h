@@ -70,6 +70,31 @@ SPECDEC_HD Half to_half(float x) {
   return Half{static_cast<uint16_t>(sign | (rest >> 13))};
 }
 
+// float8: round to nearest even, saturate at the largest finite value (448, 57344), NaN stays NaN. Below the smallest
+// normal number an addition makes the FPU round at the right bit, as in to_half.
+SPECDEC_HD Float8E4M3 to_float8_e4m3(float x) {
+  uint32_t bits = float_bits(x), sign = (bits >> 24) & 0x80u, rest = bits & 0x7fffffffu;
+  if (rest > 0x7f800000u) return Float8E4M3{static_cast<uint8_t>(sign | 0x7fu)};
+  if (rest > 0x43e00000u) return Float8E4M3{static_cast<uint8_t>(sign | 0x7eu)};
+  if (rest < 0x3c800000u) {
+    uint32_t rounded = float_bits(bits_float(rest) + 16384.0f) - float_bits(16384.0f);
+    return Float8E4M3{static_cast<uint8_t>(sign | rounded)};
+  }
+  rest += 0xc4000000u + 0x7ffffu + ((rest >> 20) & 1u);  // rebias by -120
+  return Float8E4M3{static_cast<uint8_t>(sign | (rest >> 20))};
+}
+SPECDEC_HD Float8E5M2 to_float8_e5m2(float x) {
+  uint32_t bits = float_bits(x), sign = (bits >> 24) & 0x80u, rest = bits & 0x7fffffffu;
+  if (rest > 0x7f800000u) return Float8E5M2{static_cast<uint8_t>(sign | 0x7fu)};
+  if (rest > 0x47600000u) return Float8E5M2{static_cast<uint8_t>(sign | 0x7bu)};
+  if (rest < 0x38800000u) {
+    uint32_t rounded = float_bits(bits_float(rest) + 128.0f) - float_bits(128.0f);
+    return Float8E5M2{static_cast<uint8_t>(sign | rounded)};
+  }
+  rest += 0xc8000000u + 0xfffffu + ((rest >> 21) & 1u);  // rebias by -112
+  return Float8E5M2{static_cast<uint8_t>(sign | (rest >> 21))};
+}
+
 // log(1 - exp(d)) for d < 0 without cancellation (Maechler 2012): -inf at d = 0.
 SPECDEC_HD float log1mexp(float d) {
   return d > -0.6931471805599453f ? logf(-expm1f(d)) : log1pf(-expf(d));

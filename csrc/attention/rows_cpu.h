@@ -1,0 +1,153 @@
+// The row-block algorithm, written once over a vector type S and a compute type C; each attention_cpu_*.cpp compiles it
+// for its instruction set inside an anonymous namespace (no function of another set can be linked in its place).
+//
+//   S: F (vector of S::kWidth floats), load, store, set1, add, mul, sub, div, fma, max, exp2, keep(bits, x, otherwise),
+//      any_above(x, limit) (true for NaN), reduce_max
+//   C: kPack, dot(acc, unit, vector), load_units(ptr), store_weights(ptr, F)
+#pragma once
+#include "tile_cpu.h"
+
+namespace {
+
+using namespace specdec;
+
+// C[MR][NV vectors] = (or +=) A[MR][units] x B[units][NV vectors]
+template <class S, class C, int MR, int NV>
+inline void micro_product(const uint32_t* a, int lda, const uint32_t* b, int ldb, float* c, int ldc, int units,
+                          bool accumulate) {
+  typename S::F acc[MR][NV];
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) acc[r][v] = accumulate ? S::load(c + r * ldc + v * S::kWidth) : S::set1(0.0f);
+  for (int u = 0; u < units; u++) {
+    typename C::Units column[NV];
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) column[v] = C::load_units(b + static_cast<int64_t>(u) * ldb + v * S::kWidth);
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; r++) {
+      typename C::Units unit = C::broadcast(a[r * lda + u]);
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; v++) acc[r][v] = C::dot(acc[r][v], unit, column[v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) S::store(c + r * ldc + v * S::kWidth, acc[r][v]);
+}
+
+template <class S, class C, int MR>
+inline void product_rows(const uint32_t* a, int lda, const uint32_t* b, int ldb, float* c, int ldc, int n, int units,
+                         bool accumulate) {
+  constexpr int kStep = S::kVectors * S::kWidth;
+  int col = 0;
+  for (; col + kStep <= n; col += kStep)
+    micro_product<S, C, MR, S::kVectors>(a, lda, b + col, ldb, c + col, ldc, units, accumulate);
+  for (; col < n; col += S::kWidth)  // head dims are multiples of 16, not of the step
+    micro_product<S, C, MR, 1>(a, lda, b + col, ldb, c + col, ldc, units, accumulate);
+}
+
+// C[rows][n] = (or +=) A[rows][units] x B[units][n]. The order of summation depends neither on rows nor on n.
+template <class S, class C>
+void product(const uint32_t* a, int lda, const uint32_t* b, int ldb, float* c, int ldc, int rows, int n, int units,
+             bool accumulate) {
+  constexpr int kRows = S::kRows;
+  int r = 0;
+  for (; r + kRows <= rows; r += kRows)
+    product_rows<S, C, kRows>(a + r * lda, lda, b, ldb, c + r * ldc, ldc, n, units, accumulate);
+  a += r * lda;
+  c += r * ldc;
+  switch (rows - r) {
+    case 1: return product_rows<S, C, 1>(a, lda, b, ldb, c, ldc, n, units, accumulate);
+    case 2: return product_rows<S, C, 2>(a, lda, b, ldb, c, ldc, n, units, accumulate);
+    case 3: return product_rows<S, C, 3>(a, lda, b, ldb, c, ldc, n, units, accumulate);
+    case 4: return product_rows<S, C, 4>(a, lda, b, ldb, c, ldc, n, units, accumulate);
+    case 5: return product_rows<S, C, 5>(a, lda, b, ldb, c, ldc, n, units, accumulate);
+    default: return;
+  }
+}
+
+// Scores of one row to weights 2^(t - max), keeping the running maximum, the partial sums and `out` consistent.
+template <class S, class C, bool kMasked>
+inline void softmax_row(const float* scores, uint64_t visible, const AttendArgs& args, int r, uint32_t* weights) {
+  using F = typename S::F;
+  constexpr int kVecs = kTileKeys / S::kWidth;
+  F t[kVecs];
+  const F scale = S::set1(args.scale);
+#pragma GCC unroll 16
+  for (int i = 0; i < kVecs; i++) t[i] = S::mul(S::load(scores + i * S::kWidth), scale);
+  if (args.cap != 0.0f) {  // cap * tanh(x) = cap - 2 cap / (1 + exp(2 x)); scale already divides by the cap
+    const F cap = S::set1(args.cap), two_cap = S::set1(2.0f * args.cap), one = S::set1(1.0f);
+    for (int i = 0; i < kVecs; i++) {
+      F e = S::exp2(S::mul(t[i], S::set1(2.8853900817779268f)));
+      t[i] = S::sub(cap, S::div(two_cap, S::add(one, e)));
+    }
+  }
+  if (kMasked) {
+    const F hidden = S::set1(-__builtin_inff());
+#pragma GCC unroll 16
+    for (int i = 0; i < kVecs; i++) t[i] = S::keep(visible >> (i * S::kWidth), t[i], hidden);
+  }
+  F top = t[0];
+#pragma GCC unroll 16
+  for (int i = 1; i < kVecs; i++) top = S::max(top, t[i]);
+  float* sums = args.row_sum + r * kLanes;
+  float row_max = args.row_max[r];
+  if (__builtin_expect(S::any_above(top, row_max + kRescaleLog2), 0)) {
+    float raised = S::reduce_max(top);
+    raised = raised > row_max ? raised : row_max;
+    const F shrink = S::exp2(S::set1(row_max == raised ? 0.0f : row_max - raised));
+    float* out = args.out + r * args.v_dim;
+    for (int i = 0; i < args.v_dim; i += S::kWidth) S::store(out + i, S::mul(S::load(out + i), shrink));
+    for (int i = 0; i < kLanes; i += S::kWidth) S::store(sums + i, S::mul(S::load(sums + i), shrink));
+    args.row_max[r] = row_max = raised;
+  }
+  const F base = S::set1(row_max == -__builtin_inff() ? 0.0f : row_max);
+#pragma GCC unroll 16
+  for (int i = 0; i < kVecs; i++) {
+    F w = S::exp2(S::sub(t[i], base));
+    int lane = i * S::kWidth % kLanes;
+    S::store(sums + lane, S::add(S::load(sums + lane), w));
+    C::store_weights(weights, i * S::kWidth, w);
+  }
+}
+
+// out += weights x V with hidden keys left out: the path of tiles that hold a NaN or an infinity.
+template <class C>
+void careful_product(const uint32_t* weights, const AttendArgs& args, float* out, int r) {
+  for (int key = 0; key < kTileKeys; key++) {
+    if (args.visible && !(args.visible[r] >> key & 1)) continue;
+    float w = C::value(weights[key / C::kPack], key % C::kPack);
+    const uint32_t* row = args.v + key / C::kPack * static_cast<int64_t>(args.v_dim);
+    for (int d = 0; d < args.v_dim; d++) out[d] += w * C::value(row[d], key % C::kPack);
+  }
+}
+
+template <class S>
+void add_scaled(const float* x, float factor, float* y, int n) {
+  for (int i = 0; i < n; i += S::kWidth)
+    S::store(y + i, S::add(S::load(y + i), S::mul(S::load(x + i), S::set1(factor))));
+}
+
+template <class S, class C, class Product>
+void attend_rows(const AttendArgs& args, Product&& multiply) {
+  alignas(64) float scores[kMaxBlockRows * kTileKeys];
+  alignas(64) uint32_t weights[kMaxBlockRows * kTileKeys / C::kPack];
+  constexpr int kUnits = kTileKeys / C::kPack;
+  const int units = args.head_dim / C::kPack;
+  multiply(args.q, units, args.k, kTileKeys, scores, kTileKeys, args.rows, kTileKeys, units, false);
+  if (args.visible)
+    for (int r = 0; r < args.rows; r++)
+      softmax_row<S, C, true>(scores + r * kTileKeys, args.visible[r], args, r, weights + r * kUnits);
+  else
+    for (int r = 0; r < args.rows; r++)
+      softmax_row<S, C, false>(scores + r * kTileKeys, 0, args, r, weights + r * kUnits);
+  if (args.careful) {
+    for (int r = 0; r < args.rows; r++) careful_product<C>(weights + r * kUnits, args, args.out + r * args.v_dim, r);
+    return;
+  }
+  multiply(weights, kUnits, args.v, args.v_dim, args.out, args.v_dim, args.rows, args.v_dim, kUnits, true);
+}
+
+}  // namespace

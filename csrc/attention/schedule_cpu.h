@@ -1,0 +1,187 @@
+// How one tree_attention call is cut into work items, and the memory it reuses from call to call.
+//
+//   block = (request, KV head, up to 256 rows)        item = block x KV chunk (whole 64-key tiles)
+//
+// Rows are node-major: row r is node r / group, query head kv_head * group + r % group, so neighbours share a mask row.
+// Chunks exist so that few blocks still fill every thread; a block's chunks are merged in chunk order by whichever
+// thread finishes last, so a result never depends on which thread ran what.
+#pragma once
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+#include "tile_cpu.h"
+
+namespace specdec {
+
+// Grow-only memory, 64-byte aligned: nothing is allocated once the largest shape has been seen.
+class Arena {
+ public:
+  ~Arena() { std::free(base_); }
+  void reserve(size_t bytes) {
+    used_ = 0;
+    if (bytes <= size_) return;
+    std::free(base_);
+    size_ = (bytes + 4095) & ~size_t{4095};
+    base_ = static_cast<char*>(std::aligned_alloc(4096, size_));
+    if (!base_) throw std::bad_alloc();
+  }
+  template <class T>
+  T* take(int64_t count) {
+    char* at = base_ + used_;
+    used_ += bytes_for<T>(count);
+    return reinterpret_cast<T*>(at);
+  }
+  template <class T>
+  static size_t bytes_for(int64_t count) {
+    return (static_cast<size_t>(count) * sizeof(T) + 63) & ~size_t{63};
+  }
+
+ private:
+  char* base_ = nullptr;
+  size_t size_ = 0, used_ = 0;
+};
+
+// One call: every pointer and stride (in elements; last dimensions are dense).
+struct TreeAttentionParams {
+  const TileKernels* kernels;
+  Element q_element, kv_element;
+  const char *q, *k_cache, *v_cache;
+  char* out;
+  float* lse;  // [N, Hq], may be null
+  int64_t q_stride_n, q_stride_h, out_stride_n, out_stride_h, lse_stride_n;
+  int64_t k_stride_page, k_stride_row, k_stride_head, v_stride_page, v_stride_row, v_stride_head;
+  const int32_t *page_table, *context_lens, *cu_nodes, *tree_mask, *query_start, *positions, *request_order;
+  const bool* causal;
+  const float *sinks, *k_scale, *v_scale;
+  int64_t k_scale_stride, v_scale_stride;  // 0: one scale for all heads
+  int64_t num_rows, num_requests, num_order, max_pages, num_pages, page_size;
+  int num_q_heads, num_kv_heads, group, head_dim, v_dim, num_words;
+  float softmax_scale, softcap;
+  int window, num_splits;
+  bool batch_invariant;
+};
+
+struct Block {
+  int32_t request, kv_head, first_node, num_nodes;  // nodes of this request
+  int32_t first_tile, num_tiles, num_chunks, chunk_tiles;
+  int32_t first_item;
+  int64_t partials;  // offset of the block's partial results, in floats; unused with one chunk
+};
+
+// The geometry of one request as its nodes see it; garbage lengths and offsets are clamped, never followed.
+struct RequestShape {
+  int64_t first_row, num_nodes, start, length;
+  bool causal;
+};
+
+inline RequestShape request_shape(const TreeAttentionParams& p, int64_t b) {
+  RequestShape s;
+  int64_t begin = p.cu_nodes[b], end = p.cu_nodes[b + 1];
+  begin = begin < 0 ? 0 : begin > p.num_rows ? p.num_rows : begin;
+  end = end < begin ? begin : end > p.num_rows ? p.num_rows : end;
+  s.first_row = begin;
+  s.num_nodes = end - begin;
+  s.start = p.query_start && p.query_start[b] > 0 ? p.query_start[b] : 0;
+  int64_t capacity = p.max_pages * p.page_size;
+  s.length = p.context_lens[b] < 0 ? 0 : p.context_lens[b] > capacity ? capacity : p.context_lens[b];
+  s.causal = !p.tree_mask || (p.causal && p.causal[b]);
+  return s;
+}
+
+constexpr int kBlockRowLimit = 256;  // out rows of a block stay in the second-level cache
+constexpr int kInvariantTiles = 32;  // batch_invariant: chunks of 2048 keys, whatever the batch
+constexpr int kMinChunkTiles = 4;    // below 256 keys a chunk costs more to merge than it saves
+constexpr int kItemsPerThread = 8;
+
+inline int64_t nodes_per_block(const TreeAttentionParams& p, int64_t num_nodes) {
+  int64_t most = kBlockRowLimit / p.group > 1 ? kBlockRowLimit / p.group : 1;
+  int64_t blocks = (num_nodes + most - 1) / most;
+  return blocks ? (num_nodes + blocks - 1) / blocks : 1;
+}
+
+// Tiles that hold a key some node of the block may see.
+inline void block_tiles(const TreeAttentionParams& p, const RequestShape& s, Block& block) {
+  int64_t end = s.length + s.start + (s.causal ? block.first_node + block.num_nodes : s.num_nodes);
+  int64_t capacity = p.max_pages * p.page_size;
+  if (end > capacity) end = capacity;
+  int64_t begin = 0;
+  if (p.window >= 0) {
+    int64_t lowest = INT64_MAX;
+    for (int64_t i = block.first_node; i < block.first_node + block.num_nodes; i++) {
+      int64_t position = s.causal ? s.length + s.start + i : p.positions[s.first_row + i];
+      lowest = position < lowest ? position : lowest;
+    }
+    begin = lowest - p.window + 1;
+    begin = begin < 0 ? 0 : begin > s.length ? s.length : begin;  // tree slots are cut by depth, inside their tiles
+  }
+  block.first_tile = static_cast<int32_t>(begin / kTileKeys);
+  int64_t tiles = (end + kTileKeys - 1) / kTileKeys - block.first_tile;
+  block.num_tiles = static_cast<int32_t>(tiles > 0 ? tiles : 0);
+}
+
+inline int64_t count_blocks(const TreeAttentionParams& p) {
+  int64_t blocks = 0;
+  for (int64_t i = 0; i < p.num_order; i++) {
+    int64_t b = p.request_order ? p.request_order[i] : i;
+    if (b < 0 || b >= p.num_requests) continue;
+    int64_t n = request_shape(p, b).num_nodes;
+    if (n) blocks += (n + nodes_per_block(p, n) - 1) / nodes_per_block(p, n) * p.num_kv_heads;
+  }
+  return blocks;
+}
+
+struct Schedule {
+  int64_t num_blocks, num_items, partial_floats;
+};
+
+// Fills blocks[count_blocks(p)].
+inline Schedule make_schedule(const TreeAttentionParams& p, int threads, Block* blocks) {
+  int64_t n = 0, cost = 0;
+  for (int64_t i = 0; i < p.num_order; i++) {
+    int64_t b = p.request_order ? p.request_order[i] : i;
+    if (b < 0 || b >= p.num_requests) continue;
+    RequestShape s = request_shape(p, b);
+    if (!s.num_nodes) continue;
+    int64_t step = nodes_per_block(p, s.num_nodes);
+    for (int head = 0; head < p.num_kv_heads; head++)
+      for (int64_t first = 0; first < s.num_nodes; first += step) {
+        Block& block = blocks[n++];
+        block.request = static_cast<int32_t>(b);
+        block.kv_head = head;
+        block.first_node = static_cast<int32_t>(first);
+        block.num_nodes = static_cast<int32_t>(s.num_nodes - first < step ? s.num_nodes - first : step);
+        block_tiles(p, s, block);
+        cost += static_cast<int64_t>(block.num_tiles) * (block.num_nodes * p.group + 8);
+      }
+  }
+  Schedule schedule = {n, 0, 0};
+  int64_t share = cost / (static_cast<int64_t>(threads) * kItemsPerThread) + 1;
+  for (int64_t i = 0; i < n; i++) {
+    Block& block = blocks[i];
+    int rows = block.num_nodes * p.group;
+    int64_t tiles = share / (rows + 8);
+    if (p.num_splits > 0)
+      tiles = (block.num_tiles + p.num_splits - 1) / p.num_splits;
+    else if (threads == 1)
+      tiles = block.num_tiles;
+    else if (tiles < kMinChunkTiles)
+      tiles = kMinChunkTiles;
+    if (p.batch_invariant) tiles = kInvariantTiles;
+    if (tiles < 1) tiles = 1;
+    // Chunk borders of batch_invariant calls lie at fixed key positions: the first chunk may start inside one.
+    int64_t lead = p.batch_invariant ? block.first_tile % kInvariantTiles : 0;
+    block.num_chunks = static_cast<int32_t>((lead + block.num_tiles + tiles - 1) / tiles);
+    if (block.num_chunks < 1) block.num_chunks = 1;
+    block.chunk_tiles = static_cast<int32_t>(tiles);
+    if (!p.batch_invariant) block.chunk_tiles = (block.num_tiles + block.num_chunks - 1) / block.num_chunks;
+    block.first_item = static_cast<int32_t>(schedule.num_items);
+    block.partials = schedule.partial_floats;
+    schedule.num_items += block.num_chunks;
+    if (block.num_chunks > 1) schedule.partial_floats += static_cast<int64_t>(block.num_chunks) * rows * (p.v_dim + 2);
+  }
+  return schedule;
+}
+
+}  // namespace specdec
