@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -29,7 +30,7 @@ def plan_buckets(num_nodes: list[int], sizes: list[int]) -> tuple[list[int], lis
 def pack_rows(x: np.ndarray, cu: list[int], total: int) -> np.ndarray:
     """[B, rows, ...] -> [total, ...]."""
     out = np.zeros((total, *x.shape[2:]), x.dtype)
-    for b, (begin, end) in enumerate(zip(cu, cu[1:])):
+    for b, (begin, end) in enumerate(itertools.pairwise(cu)):
         for i in range(min(end - begin, x.shape[1])):
             out[begin + i] = x[b, i]
     return out
@@ -38,7 +39,7 @@ def pack_rows(x: np.ndarray, cu: list[int], total: int) -> np.ndarray:
 def unpack_rows(x: np.ndarray, cu: list[int], max_rows: int) -> np.ndarray:
     """[total, ...] -> [B, max_rows, ...]."""
     out = np.zeros((len(cu) - 1, max_rows, *x.shape[1:]), x.dtype)
-    for b, (begin, end) in enumerate(zip(cu, cu[1:])):
+    for b, (begin, end) in enumerate(itertools.pairwise(cu)):
         for i in range(min(end - begin, max_rows)):
             out[b, i] = x[begin + i]
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 MAX_NODES = 1024
@@ -71,7 +72,7 @@ def build_tree(
             out.positions[row] = context + len(path) - 1
             children = [child for child, p in enumerate(own) if p == node]
             out.first_child[row] = children[0] if children else -1
-            for child, following in zip(children, children[1:]):
+            for child, following in itertools.pairwise(children):
                 out.next_sibling[begin + child] = following
     return out
 
@@ -118,7 +119,7 @@ def unpack_words(words: list[int], columns: int) -> set[int]:
 def tree_from_mask(mask: list[set[int]], cu_nodes: list[int], max_nodes: int) -> list[int]:
     """Parents from ancestor sets; -1 for the root and for a row that is not its parent's set plus itself."""
     out = [-1] * len(mask)
-    for begin, end in zip(cu_nodes, cu_nodes[1:]):
+    for begin, end in itertools.pairwise(cu_nodes):
         if not 0 <= begin <= end <= len(mask) or end - begin > max_nodes:
             continue
         rows = [{j for j in row if j < end - begin} for row in mask[begin:end]]

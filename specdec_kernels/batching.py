@@ -1,7 +1,8 @@
-"""Batches without padding: buckets as slices of an order, packing, and what padding would cost. See docs/batching.md."""
+"""Batches without padding: buckets as slices of an order, packing, and what padding costs. See docs/batching.md."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -56,7 +57,7 @@ class PaddingStats(NamedTuple):
 def _sizes(op: str, bucket_sizes: Sequence[int]) -> list[int]:
     sizes = [int(size) for size in bucket_sizes]
     _ops.expect(op, "bucket_sizes", 1 <= len(sizes) <= MAX_BUCKETS, f"1 to {MAX_BUCKETS} sizes", len(sizes))
-    rising = sizes[0] >= 1 and all(a < b for a, b in zip(sizes, sizes[1:]))
+    rising = sizes[0] >= 1 and all(a < b for a, b in itertools.pairwise(sizes))
     _ops.expect(op, "bucket_sizes", rising, "rising sizes of at least 1", sizes)
     return sizes
 

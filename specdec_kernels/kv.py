@@ -7,7 +7,7 @@ A cache is [num_pages, page_size, num_kv_heads, head_dim] ("NHD") or [num_pages,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class KVHandle(NamedTuple):
     kv_layout: str
 
 
-Caches = Tensor | Sequence[Tensor]
+Caches: TypeAlias = "Tensor | Sequence[Tensor]"
 
 
 def _listed(op: str, argument: str, caches: Caches) -> tuple[Tensor, ...]:

@@ -57,6 +57,13 @@ def _allocate(nodes: int, requests: int, max_nodes: int, device: torch.device) -
     return [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
 
 
+def _assemble(out: list[Tensor], cu_nodes: Tensor, max_nodes: int, max_depth: int) -> DraftTree:
+    parents, tree_mask, depths, positions, first_child, next_sibling, flags = out
+    return DraftTree(
+        parents, cu_nodes, tree_mask, depths, positions, first_child, next_sibling, flags, max_nodes, max_depth
+    )
+
+
 def _bounds(op: str, max_nodes: int, max_depth: int | None) -> int:
     _ops.expect(op, "max_nodes", 0 <= max_nodes <= MAX_NODES, f"a value in [0, {MAX_NODES}]", max_nodes)
     if max_depth is None:
@@ -102,7 +109,7 @@ def build_tree(
     out = _allocate(parents.shape[0], context_lens.shape[0], max_nodes, parents.device)
     _ops.call(op, backend, parents.device, parents, cu_nodes, context_lens, max_nodes, max_depth, *out)
     _raise_if_flagged(op, out[6])
-    return DraftTree(out[0], cu_nodes, *out[1:], max_nodes, max_depth)
+    return _assemble(out, cu_nodes, max_nodes, max_depth)
 
 
 def chain_tree(
@@ -129,7 +136,7 @@ def chain_tree(
     cu_nodes = torch.empty(requests + 1, dtype=torch.int32, device=num_drafts.device)
     _ops.call(op, backend, num_drafts.device, num_drafts, context_lens, max_nodes, out[0], cu_nodes, *out[1:])
     _raise_if_flagged(op, out[6])
-    return DraftTree(out[0], cu_nodes, *out[1:], max_nodes, max_depth)
+    return _assemble(out, cu_nodes, max_nodes, max_depth)
 
 
 def pack_mask(mask: Tensor, *, backend: str | None = None) -> Tensor:

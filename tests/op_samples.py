@@ -7,7 +7,7 @@ tensors that are views of wider ones. test_op_contract.py fails when a built op 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -147,8 +147,73 @@ def _unpack_rows(B: int, strided: bool) -> Sample:
     )
 
 
+def _padding_stats(B: int, strided: bool) -> Sample:
+    return (
+        lambda n: sk.padding_stats(sk.plan_buckets(n, [2, 4, 8]), group_size=4),
+        [ints([1 + b % 7 for b in range(B)])],
+    )
+
+
+def _pack_mask(B: int, strided: bool) -> Sample:
+    return sk.pack_mask, [view(torch.rand(B, 40) < 0.5, strided)]
+
+
+def _unpack_mask(B: int, strided: bool) -> Sample:
+    return (lambda words: sk.unpack_mask(words, 37)), [torch.randint(-(2**31), 2**31 - 1, (B, 2), dtype=torch.int32)]
+
+
+def _tree_from_mask(B: int, strided: bool) -> Sample:
+    mask = ints([[1], [3], [5], [11], [21]] * B).view(B * NODES, 1)
+    return (lambda m, cu: sk.tree_from_mask(m, cu, max_nodes=NODES)), [mask, offsets(B)]
+
+
+class _Outcome(NamedTuple):
+    output_token_ids: torch.Tensor
+    num_emitted: torch.Tensor
+    accepted_nodes: torch.Tensor
+
+
+def outcome(B: int) -> list[torch.Tensor]:
+    return [
+        ints([[7, 8, 9, -1]] * B).view(B, 4),
+        ints([3] * B),
+        ints([[0, 2, 4, -1]] * B).view(B, 4),
+    ]
+
+
+def _truncate(B: int, strided: bool) -> Sample:
+    return (
+        lambda t, n, a, limit: sk.truncate(_Outcome(t, n, a), limit),
+        [*outcome(B), ints([b % 4 for b in range(B)])],
+    )
+
+
+def _gather_accepted(B: int, strided: bool) -> Sample:
+    return (
+        lambda x, cu, a, n: sk.gather_accepted(x, cu, a, n, total=B * 4),
+        [view(torch.randn(B * NODES, 6), strided), offsets(B), *outcome(B)[:0:-1]],
+    )
+
+
+def _prepare_next(B: int, strided: bool) -> Sample:
+    return (
+        lambda t, n, a, L, table: sk.prepare_next(_Outcome(t, n, a), L, table, page_size=PAGE, total=B * 4),
+        [*outcome(B), context(B), table(B)],
+    )
+
+
+def _copy_pages(B: int, strided: bool) -> Sample:
+    return (
+        lambda k, v, src, dst: sk.copy_pages([k], [v], src, dst),
+        [*caches(strided), torch.arange(B, dtype=torch.int32), torch.arange(B, dtype=torch.int32) + 6],
+    )
+
+
 SAMPLES: dict[str, Callable[[int, bool], Sample]] = {
     name.removeprefix("_"): function
     for name, function in list(globals().items())
-    if name.startswith("_") and callable(function) and name not in ("_sampling",) and not name.startswith("__")
+    if name.startswith("_")
+    and callable(function)
+    and name not in ("_sampling", "_Outcome")
+    and not name.startswith("__")
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,12 @@ def ints(values: Any, device: str = "cpu") -> torch.Tensor:
 def batches(draw: Any) -> dict[str, Any]:
     counts = draw(st.lists(st.integers(-1, 40), max_size=12))
     sizes = sorted(draw(st.sets(st.integers(1, 36), min_size=1, max_size=5)))
-    return {"counts": counts, "sizes": sizes, "tile": draw(st.sampled_from([1, 8, 16, 64])), "group": draw(st.integers(1, 8))}
+    return {
+        "counts": counts,
+        "sizes": sizes,
+        "tile": draw(st.sampled_from([1, 8, 16, 64])),
+        "group": draw(st.integers(1, 8)),
+    }
 
 
 def check_plan(backend: Any, example: dict[str, Any]) -> None:
@@ -73,7 +79,7 @@ def check_rows(backend: Any, example: dict[str, Any]) -> None:
     assert np.array_equal(raw(packed), ref.pack_rows(raw(x), cu, total))
     padded = unpack_rows(y, offsets, max_rows=rows, **backend.kwargs)
     assert np.array_equal(raw(padded), ref.unpack_rows(raw(y), cu, rows))
-    whole = max([0, *(b - a for a, b in zip(cu, cu[1:]))])
+    whole = max([0, *(b - a for a, b in itertools.pairwise(cu))])
     again = pack_rows(unpack_rows(y, offsets, max_rows=max(1, whole)), offsets, total=cu[-1], **backend.kwargs)
     assert torch.equal(again, y[: cu[-1]])
 

@@ -33,7 +33,9 @@ class Outcome(NamedTuple):
 def test_TM_01_positions_are_depths(backend: Any):
     backend.require("build_tree")
     parents = ints([-1, 0, 0, 1, 1, 2, -1, 0, 0, 1, 3, 2], backend.device)
-    tree = build_tree(parents, ints([0, 6, 12], backend.device), ints([7, 7], backend.device), max_nodes=6, **backend.kwargs)
+    tree = build_tree(
+        parents, ints([0, 6, 12], backend.device), ints([7, 7], backend.device), max_nodes=6, **backend.kwargs
+    )
     assert tree.positions.tolist() == [7, 8, 8, 9, 9, 9, 7, 8, 8, 9, 10, 9]
     assert tree.depths.tolist() == [0, 1, 1, 2, 2, 2, 0, 1, 1, 2, 3, 2]
 
@@ -72,7 +74,7 @@ def test_TM_04_malformed_tree_is_reduced_and_flagged(backend: Any, name: str, fi
     requests = [bad, good] if first else [good, bad]
     cu = [0, len(requests[0]), len(bad) + len(good)]
     start = time.perf_counter()
-    args = (ints(x, backend.device) for x in (sum(requests, []), cu, [5, 9]))
+    args = (ints(x, backend.device) for x in ([*requests[0], *requests[1]], cu, [5, 9]))
     tree = build_tree(*args, max_nodes=8, **backend.kwargs)
     assert time.perf_counter() - start < 1 or backend.name not in ("cpu", "cuda")
     at = 0 if first else 1
@@ -148,7 +150,9 @@ def test_KV_02_each_request_reads_its_own_row(backend: Any, order: list[int]):
     assert following.root_token_ids.tolist() == [[77, 25][r] for r in order]
     assert following.token_ids[4:].tolist() == [-1, -1]
     k = torch.arange(64.0, device=backend.device).view(8, 8, 1, 1)
-    commit_kv(k, k.clone(), table, lens, ints([0, 5, 10], backend.device), nodes, emitted, page_size=8, **backend.kwargs)
+    commit_kv(
+        k, k.clone(), table, lens, ints([0, 5, 10], backend.device), nodes, emitted, page_size=8, **backend.kwargs
+    )
     assert [i for i, x in enumerate(k.flatten().tolist()) if i != x] == [6]  # r0: node 3 (slot 7) -> position 6
 
 
@@ -175,10 +179,14 @@ def test_BT_05_each_request_equals_its_solo_run(backend: Any):
     rng = random.Random(5)
     for B in (0, 1, 2, 5, 17):
         drafts, lens = [rng.randrange(-1, 6) for _ in range(B)], [rng.randrange(41) for _ in range(B)]
-        tree = chain_tree(*(ints(x, backend.device) for x in (drafts, lens)), total_nodes=B * 6, max_nodes=6, **backend.kwargs)
+        tree = chain_tree(
+            *(ints(x, backend.device) for x in (drafts, lens)), total_nodes=B * 6, max_nodes=6, **backend.kwargs
+        )
         cu = tree.cu_nodes.tolist()
         for b in range(B):
             solo, _ = ref.chain_tree([drafts[b]], [lens[b]], drafts[b] + 1, 6)
             for name in ("parents", "depths", "positions", "first_child", "next_sibling"):
                 assert getattr(tree, name)[cu[b] : cu[b + 1]].tolist() == getattr(solo, name), (b, name)
-        assert plan_buckets(ints([n + 1 for n in drafts], backend.device), [8], **backend.kwargs).cu_nodes.tolist() == cu
+        assert (
+            plan_buckets(ints([n + 1 for n in drafts], backend.device), [8], **backend.kwargs).cu_nodes.tolist() == cu
+        )

@@ -21,7 +21,11 @@ def ints(values: Any, device: str = "cpu") -> torch.Tensor:
 @st.composite
 def steps(draw: Any) -> dict[str, Any]:
     """A batch after verification: disjoint pages, rising paths, and garbage where nothing may look."""
-    requests, page_size, width = draw(st.integers(0, 4)), draw(st.sampled_from([1, 2, 3, 4, 16])), draw(st.integers(1, 6))
+    requests, page_size, width = (
+        draw(st.integers(0, 4)),
+        draw(st.sampled_from([1, 2, 3, 4, 16])),
+        draw(st.integers(1, 6)),
+    )
     lens = [draw(st.integers(0, 20)) for _ in range(requests)]
     nodes = [draw(st.integers(0, 12)) for _ in range(requests)]
     columns = max([1, *(-(-(length + n) // page_size) for length, n in zip(lens, nodes))])
@@ -47,12 +51,16 @@ def steps(draw: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def make_caches(form: str, pages: int, page: int, layout: str, device: str, layers: int = 2) -> tuple[Any, Any, list[torch.Tensor]]:
+def make_caches(
+    form: str, pages: int, page: int, layout: str, device: str, layers: int = 2
+) -> tuple[Any, Any, list[torch.Tensor]]:
     """(k_caches, v_caches, all the 4-D views, in order): every element distinct, in the forms engines hold them."""
     heads, dims = 2, (8, 5)  # K and V of different width
     shapes = [(pages, page, heads, d) if layout == "NHD" else (pages, heads, page, d) for d in dims]
     if form == "interleaved":  # K and V in one tensor
-        both = torch.arange(layers * pages * 2 * page * heads * 8.0, device=device).view(layers, pages, 2, *shapes[0][1:])
+        both = torch.arange(layers * pages * 2 * page * heads * 8.0, device=device).view(
+            layers, pages, 2, *shapes[0][1:]
+        )
         k, v = both[:, :, 0], both[:, :, 1]
     elif form == "padded":  # slices of wider heads
         wide = [torch.arange(layers * np.prod(s) * 2.0, device=device).view(layers, *s[:3], 2 * s[3]) for s in shapes]
@@ -89,7 +97,9 @@ def check_commit(backend: Any, step: dict[str, Any]) -> None:
 test_commit_fuzz, test_commit_fuzz_long = fuzz(steps(), check_commit, 150)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
 def test_commit_moves_every_dtype_bitwise(backend: Any, dtype: torch.dtype):
     backend.require("commit_kv")
     raw = torch.randint(0, 256, (3, 4, 2, 16 * dtype.itemsize), dtype=torch.uint8, device=backend.device)
@@ -148,7 +158,9 @@ def test_bad_input_is_named(monkeypatch: pytest.MonkeyPatch):
         commit_kv(k, k, args[0].long(), *args[1:])
     with pytest.raises(ValueError, match=r"^commit_kv: num_emitted: expected shape \[1\], got \[2\]"):
         commit_kv(k, k, *args[:4], ints([1, 1]))
-    with pytest.raises(ValueError, match=r"^commit_kv: v_caches: expected the same pages in every cache \(4 of 2 rows\)"):
+    with pytest.raises(
+        ValueError, match=r"^commit_kv: v_caches: expected the same pages in every cache \(4 of 2 rows\)"
+    ):
         commit_kv(k, k[:3], *args)
     with pytest.raises(ValueError, match=r"^commit_kv: k_caches: expected a dense last dimension"):
         commit_kv(k.transpose(1, 3), k, *args)

@@ -125,7 +125,7 @@ def test_rows_and_tokens_pair_up(backend: Any):
 
 
 def test_cut_step_commits_only_what_was_kept():
-    """EOS as the second of four tokens: later nodes leave the path, so their KV is never committed (BT-01, op level)."""
+    """EOS as the second of four tokens: later nodes leave the path, so they are never committed (BT-01, op level)."""
     verified = Outcome(ints([[11, 2, 13, 14]]), ints([4]), ints([[0, 1, 3, 4]]))
     truncate(verified, ints([2]))
     assert verified.output_token_ids.tolist() == [[11, 2, -1, -1]]

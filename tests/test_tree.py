@@ -46,7 +46,9 @@ def batches(draw: Any, malformed: bool = False) -> dict[str, Any]:
         count = draw(st.integers(0, max_nodes + (1 if malformed else 0)))
         own = random_parents(draw, count)
         if malformed and count and draw(st.booleans()):
-            own[draw(st.integers(0, count - 1))] = draw(st.sampled_from([-2, -1, 0, count - 1, count, 2**31 - 1, -(2**31)]))
+            own[draw(st.integers(0, count - 1))] = draw(
+                st.sampled_from([-2, -1, 0, count - 1, count, 2**31 - 1, -(2**31)])
+            )
         parents += own
         cu.append(len(parents))
     parents += [draw(st.integers(-5, 5)) for _ in range(draw(st.integers(0, 3)))]  # garbage behind the batch
@@ -115,7 +117,9 @@ def test_largest_trees(backend: Any, count: int):
         [-1] + [int(torch.randint(i, (), generator=generator)) for i in range(1, count)],
     ):
         want = ref.build_tree(parents, [0, count], [9], 1024, 1023)
-        got = build_tree(*(ints(x, backend.device) for x in (parents, [0, count], [9])), max_nodes=1024, **backend.kwargs)
+        got = build_tree(
+            *(ints(x, backend.device) for x in (parents, [0, count], [9])), max_nodes=1024, **backend.kwargs
+        )
         same_tree(got, want, 1024)
 
 
@@ -138,15 +142,21 @@ def test_outputs_are_overwritten_whole_and_alone(backend: Any):
 @st.composite
 def masks(draw: Any) -> torch.Tensor:
     rows, columns = draw(st.integers(0, 4)), draw(st.sampled_from([0, 1, 31, 32, 33, 63, 64, 65, 100]))
-    return torch.tensor(draw(st.lists(st.booleans(), min_size=rows * columns, max_size=rows * columns))).bool().view(rows, columns)
+    return (
+        torch.tensor(draw(st.lists(st.booleans(), min_size=rows * columns, max_size=rows * columns)))
+        .bool()
+        .view(rows, columns)
+    )
 
 
 def check_pack(backend: Any, mask: torch.Tensor) -> None:
     backend.require("pack_mask")
     backend.require("unpack_mask")
-    rows, columns = mask.shape
+    columns = mask.shape[1]
     words = pack_mask(mask.to(backend.device), **backend.kwargs)
-    assert words.tolist() == [ref.pack_words(set(torch.nonzero(row).flatten().tolist()), (columns + 31) // 32) for row in mask]
+    assert words.tolist() == [
+        ref.pack_words(set(torch.nonzero(row).flatten().tolist()), (columns + 31) // 32) for row in mask
+    ]
     assert torch.equal(unpack_mask(words, columns, **backend.kwargs).cpu(), mask)
     if columns % 32:  # garbage above the last column is not a column
         words[:, -1:] |= -1 << (columns % 32)
@@ -159,7 +169,9 @@ test_pack_fuzz, test_pack_fuzz_long = fuzz(masks(), check_pack, 60)
 def test_pack_mask_of_a_wider_tensor(backend: Any):
     backend.require("pack_mask")
     wide = torch.rand(5, 50, device=backend.device) < 0.5
-    assert torch.equal(pack_mask(wide[:, 3:40], **backend.kwargs), pack_mask(wide[:, 3:40].contiguous(), **backend.kwargs))
+    assert torch.equal(
+        pack_mask(wide[:, 3:40], **backend.kwargs), pack_mask(wide[:, 3:40].contiguous(), **backend.kwargs)
+    )
 
 
 def check_from_mask(backend: Any, example: dict[str, Any]) -> None:
