@@ -1,0 +1,61 @@
+// One draw from a reweighted row: argmax of log weight + Gumbel noise, in one pass that rarely takes a logarithm.
+#pragma once
+#include "rows_cpu.h"
+
+namespace specdec {
+
+constexpr double kMaxGumbel = 46.0;  // above the largest 64-bit Gumbel value, 45.1
+constexpr int32_t kScanStep = 1024;  // the bar is refreshed after so many tokens
+
+// Winner's score and id so far; `bar` is what a token's word must satisfy to have a chance: u * bar <= weight.
+struct Leader {
+  double score = kNegInf;
+  int32_t id = -1;
+
+  bool offer(double candidate, int32_t candidate_id) {
+    if (candidate < score || (candidate == score && candidate_id >= id)) return false;
+    score = candidate;
+    id = candidate_id;
+    return true;
+  }
+};
+
+inline void aim(ScanArgs& args, const RowLaw& law, double to_beat) {
+  float reach = static_cast<float>(law.max + (to_beat - kMaxGumbel) / law.tau);
+  args.floor = reach > law.threshold ? reach : law.threshold;
+  if (args.floor < -kInfLogit || args.floor != args.floor) args.floor = -kInfLogit;
+  args.bar = static_cast<float>(exp(to_beat) * (1.0 - 1e-3));  // margin for float32 rounding of u, weight and bar
+}
+
+// `log_weight(id, logit)` may not exceed the row's own (logit - max) * tau; -inf excludes the id. Ids that the filters
+// removed are never offered. Returns -1 where nothing has weight. Ties go to the lowest id.
+template <class LogWeight>
+int32_t pick_token(const Row& row, const RowLaw& law, const NoiseKey& key, Scratch& work, LogWeight&& log_weight) {
+  if (law.is_point) return log_weight(law.argmax, law.max) > kNegInf ? law.argmax : -1;
+  Leader best;
+  auto offer = [&](int32_t id, float logit, uint32_t word) {
+    if (!(logit >= -kInfLogit) || !law.keeps(logit, id)) return;
+    double weight = log_weight(id, logit);
+    if (weight > kNegInf) best.offer(weight + gumbel(key, static_cast<uint32_t>(id), word), id);
+  };
+  Philox words = draw(key.seed, key.position, key.purpose, static_cast<uint32_t>(law.argmax) >> 2, key.salt);
+  offer(law.argmax, law.max, words.word[law.argmax & 3]);  // a good first bar
+  ScanArgs args{law.max, law.tau, 0.0f, 0.0f, key};
+  float tile_max;
+  for (int32_t base = 0; base < row.size; base += kTileLogits) {
+    int32_t n = load_tile(row, base, work.tile, &tile_max, nullptr);
+    for (int32_t begin = 0; begin < n; begin += kScanStep) {
+      int32_t step = n - begin < kScanStep ? n - begin : kScanStep;
+      aim(args, law, best.score);
+      int32_t count = row_kernels().scan(work.tile + begin, step, base + begin, args, work.hits);
+      for (int32_t h = 0; h < count; h++) offer(work.hits[h].id, work.tile[work.hits[h].id - base], work.hits[h].word);
+    }
+  }
+  return best.id;
+}
+
+inline int32_t pick_token(const Row& row, const RowLaw& law, const NoiseKey& key, Scratch& work) {
+  return pick_token(row, law, key, work, [&](int32_t, float logit) { return static_cast<double>(law.scaled(logit)); });
+}
+
+}  // namespace specdec

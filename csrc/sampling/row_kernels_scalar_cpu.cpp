@@ -1,0 +1,19 @@
+#include "../common/cpu.h"
+#include "rows_cpu.h"
+#include "simd_scalar.h"
+// behind the vector type
+#include "row_kernels.h"
+
+namespace specdec {
+
+const RowKernels& row_kernels_scalar() {
+  return TileKernels<Scalar>::table();
+}
+
+const RowKernels& row_kernels() {
+  Isa level = isa();
+  if (level >= Isa::avx512) return row_kernels_avx512();
+  return level >= Isa::avx2 ? row_kernels_avx2() : row_kernels_scalar();
+}
+
+}  // namespace specdec

@@ -1,0 +1,207 @@
+// Rows of logits on the CPU: tiles with their edits, and the law of a row without filters that need a search.
+#include "rows_cpu.h"
+
+#include <cstring>
+
+#include "select_cpu.h"
+
+namespace specdec {
+
+Scratch& scratch() {
+  static thread_local Scratch work;
+  return work;
+}
+
+namespace {
+
+float clean(float x) {
+  if (x != x) return -__builtin_huge_valf();
+  return x > kInfLogit ? kInfLogit : x;
+}
+
+float raw_logit(const Row& row, int32_t id) {
+  if (row.type == LogitType::float32) return static_cast<const float*>(row.data)[id];
+  uint16_t bits = static_cast<const uint16_t*>(row.data)[id];
+  return row.type == LogitType::bfloat16 ? to_float(BFloat16{bits}) : to_float(Half{bits});
+}
+
+bool is_allowed(const Row& row, int32_t id) {
+  return row.allowed == nullptr || (row.allowed[id >> 5] >> (id & 31) & 1u);
+}
+
+}  // namespace
+
+float load_logit(const Row& row, int32_t id) {
+  if (!is_allowed(row, id)) return -__builtin_huge_valf();
+  float x = clean(raw_logit(row, id));
+  for (int32_t e = 0; e < row.num_bias; e++)
+    if (row.bias_ids[e] == id) x = clean(x + row.bias_values[e]);
+  return x;
+}
+
+int32_t load_tile(const Row& row, int32_t base, float* x, float* tile_max, int32_t* flags) {
+  int32_t n = row.size - base < kTileLogits ? row.size - base : kTileLogits;
+  int32_t seen = row_kernels().load(row.data, row.type, base, n, x, tile_max);
+  if (row.is_edited()) {
+    for (int32_t e = 0; e < row.num_bias; e++) {
+      int32_t i = row.bias_ids[e] - base;
+      if (i < 0 || i >= n) continue;
+      float sum = x[i] + row.bias_values[e];
+      if (sum != sum) seen |= kFlagNanLogit;
+      if (sum > kInfLogit) seen |= kFlagInfLogit;
+      x[i] = clean(sum);
+    }
+    if (row.allowed != nullptr) {
+      for (int32_t w = 0; w * 32 < n; w++) {
+        uint32_t word = row.allowed[(base >> 5) + w];
+        if (word == ~0u) continue;
+        for (int32_t i = 0; i < 32; i++)
+          if (!(word >> i & 1u)) x[w * 32 + i] = -__builtin_huge_valf();
+      }
+    }
+    *tile_max = row_kernels().max(x, n);
+  }
+  if (flags) *flags |= seen;
+  return n;
+}
+
+void drop_unkept(const RowLaw& law, int32_t base, int32_t n, float* x) {
+  if (law.threshold == -__builtin_huge_valf()) return;
+  for (int32_t i = 0; i < n; i++) x[i] = x[i] < law.threshold ? -__builtin_huge_valf() : x[i];
+  if (law.last_tie - base >= n) return;
+  for (int32_t i = law.last_tie < base ? 0 : law.last_tie - base + 1; i < n; i++)
+    if (x[i] == law.threshold) x[i] = -__builtin_huge_valf();
+}
+
+namespace {
+
+// First read: maximum, flags and (for top-k) the maximum of every group of 64; then the lowest id of the maximum.
+RowLaw first_read(const Row& row, Scratch& work, bool want_groups) {
+  RowLaw law;
+  float best = -__builtin_huge_valf();
+  int32_t best_base = 0;
+  if (want_groups) work.group_max.resize((row.size + kGroup - 1) / kGroup);
+  for (int32_t base = 0; base < row.size; base += kTileLogits) {
+    float tile_max;
+    int32_t n = load_tile(row, base, work.tile, &tile_max, &law.flags);
+    if (want_groups) row_kernels().group_max(work.tile, n, work.group_max.data() + base / kGroup);
+    if (tile_max > best) {
+      best = tile_max;
+      best_base = base;
+    }
+  }
+  law.max = best;
+  if (!(best > -__builtin_huge_valf())) {
+    law.flags |= kFlagDeadRow;
+    law.max = 0.0f;
+    law.is_point = law.is_empty = true;
+    return law;
+  }
+  float unused;
+  int32_t n = load_tile(row, best_base, work.tile, &unused, nullptr);
+  law.argmax = best_base + row_kernels().find(work.tile, n, best);
+  return law;
+}
+
+}  // namespace
+
+RowLaw row_argmax(const Row& row, Scratch& work) {
+  RowLaw law = first_read(row, work, false);
+  law.is_point = true;
+  return law;
+}
+
+RowLaw row_law(const Row& row, const FilterParams& params, Scratch& work, bool need_mass, bool want_groups) {
+  int32_t fault = temperature_flags(params.temperature);
+  if (params.top_p != params.top_p || params.min_p != params.min_p) fault |= kFlagParameter;
+  bool greedy = is_greedy(params.temperature);
+  bool top_k = !greedy && params.top_k > 0 && params.top_k < row.size, top_p = !greedy && params.top_p < 1.0f;
+  RowLaw law = first_read(row, work, top_k || want_groups);
+  law.flags |= fault;
+  law.is_point = law.is_point || greedy;
+  if (law.is_point) return law;
+  law.tau = 1.0f / params.temperature;
+  float lowest = min_p_distance(params.min_p);
+  if (top_k || top_p) {
+    select_kept(row, top_k ? params.top_k : 0, top_p ? params.top_p : 1.0f, lowest, law, work);
+  } else if (need_mass || lowest > -__builtin_huge_valf()) {
+    float kept_min = law.max, tile_max;
+    for (int32_t base = 0; base < row.size; base += kTileLogits) {
+      int32_t n = load_tile(row, base, work.tile, &tile_max, nullptr);
+      law.mass += row_kernels().mass(work.tile, n, law.max, law.tau, lowest, &kept_min);
+    }
+    if (lowest > -__builtin_huge_valf()) law.threshold = kept_min;
+  }
+  if (law.mass) law.log_mass = log(static_cast<double>(law.mass) / kMassScale);
+  return law;
+}
+
+double row_entropy(const Row& row, const RowLaw& law, Scratch& work) {
+  if (law.is_point) return 0.0;
+  uint64_t sum = 0;
+  float tile_max;
+  for (int32_t base = 0; base < row.size; base += kTileLogits) {
+    int32_t n = load_tile(row, base, work.tile, &tile_max, nullptr);
+    drop_unkept(law, base, n, work.tile);
+    sum += row_kernels().entropy(work.tile, n, law.max, law.tau);
+  }
+  return law.log_mass + static_cast<double>(sum) / static_cast<double>(law.mass);
+}
+
+Row RowSource::row(int64_t index) const {
+  Row row;
+  row.data = data + index * row_bytes;
+  row.type = type;
+  row.size = valid;
+  if (allowed) row.allowed = allowed + index * allowed_stride;
+  if (bias_cu) {
+    int32_t begin = bias_cu[index], end = bias_cu[index + 1];
+    if (begin >= 0 && begin < end && end <= num_entries) {
+      row.bias_ids = bias_ids + begin;
+      row.bias_values = bias_values + begin;
+      row.num_bias = end - begin;
+    }
+  }
+  return row;
+}
+
+RowSource make_rows(const char* op, const char* name, const Tensor& logits, int64_t vocab_size,
+                    const std::optional<Tensor>& allowed, const std::optional<Tensor>& bias_cu,
+                    const std::optional<Tensor>& bias_ids, const std::optional<Tensor>& bias_values) {
+  RowSource source;
+  if (logits.dim() != 2) fail(op, name, "2 dimensions, got shape ", shape_text(logits));
+  check_dense_rows(op, name, logits);
+  switch (logits.scalar_type()) {
+    case ScalarType::Float: source.type = LogitType::float32; break;
+    case ScalarType::BFloat16: source.type = LogitType::bfloat16; break;
+    case ScalarType::Half: source.type = LogitType::float16; break;
+    default: fail(op, name, "float32, bfloat16 or float16, got ", dtype_name(logits.scalar_type()));
+  }
+  check_range(op, name, logits.size(1), 1, kMaxVocab);
+  if (vocab_size < 1) fail(op, "vocab_size", "a positive number of ids, got ", vocab_size);
+  int64_t rows = logits.size(0), words = (logits.size(1) + 31) / 32;
+  source.data = static_cast<const char*>(logits.const_data_ptr());
+  source.row_bytes = logits.stride(0) * (source.type == LogitType::float32 ? 4 : 2);
+  source.columns = static_cast<int32_t>(logits.size(1));
+  source.valid = static_cast<int32_t>(vocab_size < logits.size(1) ? vocab_size : logits.size(1));
+  source.num_rows = rows;
+  if (allowed) {
+    check_tensor(op, "allowed", *allowed, ScalarType::Int, {rows, words});
+    check_dense_rows(op, "allowed", *allowed);
+    source.allowed = data<uint32_t>(*allowed);
+    source.allowed_stride = allowed->stride(0);
+  }
+  if (bias_cu) {
+    if (!bias_ids || !bias_values) fail(op, "bias", "(cu_entries, ids, values), got a part of it");
+    check_index(op, "bias cu_entries", *bias_cu, {rows + 1});
+    check_index(op, "bias ids", *bias_ids, {kAny});
+    check_index(op, "bias values", *bias_values, {bias_ids->size(0)}, ScalarType::Float);
+    source.bias_cu = data<int32_t>(*bias_cu);
+    source.bias_ids = data<int32_t>(*bias_ids);
+    source.bias_values = data<float>(*bias_values);
+    source.num_entries = static_cast<int32_t>(bias_ids->size(0));
+  }
+  return source;
+}
+
+}  // namespace specdec

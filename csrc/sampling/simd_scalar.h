@@ -1,0 +1,56 @@
+// One lane of plain C++: the fallback, and what the vector versions must equal bit for bit.
+#pragma once
+#include "../common/numerics.h"
+#include "../common/rng.h"
+
+namespace specdec {
+
+#define SPECDEC_SIMD static inline __attribute__((always_inline))
+
+struct Scalar {
+  static constexpr int lanes = 1;
+  using F = float;
+  using M = bool;
+  using Sum = uint64_t;
+
+  SPECDEC_SIMD F load(const float* p) { return *p; }
+  SPECDEC_SIMD void store(float* p, F v) { *p = v; }
+  SPECDEC_SIMD F load_bfloat16(const uint16_t* p) { return to_float(BFloat16{*p}); }
+  SPECDEC_SIMD F load_float16(const uint16_t* p) { return to_float(Half{*p}); }
+  SPECDEC_SIMD F set(float x) { return x; }
+  SPECDEC_SIMD F sub(F a, F b) { return a - b; }
+  SPECDEC_SIMD F add(F a, F b) { return a + b; }
+  SPECDEC_SIMD F mul(F a, F b) { return a * b; }
+  SPECDEC_SIMD F fma(F a, F b, F c) { return __builtin_fmaf(a, b, c); }
+  SPECDEC_SIMD F max(F a, F b) { return a > b ? a : b; }
+  SPECDEC_SIMD F min(F a, F b) { return a < b ? a : b; }
+  SPECDEC_SIMD F round(F a) { return __builtin_nearbyintf(a); }
+  SPECDEC_SIMD F scale2(F a, F n) {
+    return bits_float(float_bits(a) + (static_cast<uint32_t>(static_cast<int32_t>(n)) << 23));
+  }
+  SPECDEC_SIMD M ge(F a, F b) { return a >= b; }
+  SPECDEC_SIMD M eq(F a, F b) { return a == b; }
+  SPECDEC_SIMD M is_number(F a) { return a == a; }
+  SPECDEC_SIMD M both(M a, M b) { return a && b; }
+  SPECDEC_SIMD F select(M m, F yes, F no) { return m ? yes : no; }
+  SPECDEC_SIMD uint32_t bits(M m) { return m; }
+  SPECDEC_SIMD float reduce_max(F a) { return a; }
+  SPECDEC_SIMD float reduce_min(F a) { return a; }
+
+  SPECDEC_SIMD Sum zero() { return 0; }
+  SPECDEC_SIMD void add_rounded(Sum& sum, F a) { sum += static_cast<uint64_t>(__builtin_llrintf(a)); }
+  SPECDEC_SIMD uint64_t total(Sum sum) { return sum; }
+  SPECDEC_SIMD void store_rounded(uint64_t* p, F a) { *p = static_cast<uint64_t>(__builtin_llrintf(a)); }
+  SPECDEC_SIMD void store_truncated(int32_t* p, F a) { *p = static_cast<int32_t>(a); }
+  SPECDEC_SIMD F unit(const uint32_t* words) { return static_cast<float>(*words >> 9) * 1.1920929e-7f; }
+
+  // Words of tokens 4 * block .. 4 * block + 63.
+  SPECDEC_SIMD void philox(uint32_t block, const uint32_t counter[3], const uint32_t keys[20], uint32_t* words) {
+    for (uint32_t j = 0; j < 16; j++) {
+      Philox out = philox4x32_10(block + j, counter[0], counter[1], counter[2], keys[0], keys[1]);
+      for (int w = 0; w < 4; w++) words[4 * j + w] = out.word[w];
+    }
+  }
+};
+
+}  // namespace specdec

@@ -1,0 +1,389 @@
+"""Verification and sampling from raw logits. See docs/sampling.md; numerics and proofs: docs/numerics.md.
+
+B requests, N tree nodes in all (ragged, roots included), V vocabulary. Every function reads logits as they leave the
+model (float32, bfloat16 or float16, last dimension dense); temperature, min-p, top-k and top-p are applied per request
+inside. Draws depend on the request's seed, its output position, the purpose and the token only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec_kernels import _ops
+
+if TYPE_CHECKING:
+    from specdec_kernels.tree import DraftTree
+
+__all__ = ["METHODS", "Sampling", "Verified", "draft_sample", "draft_topk", "sample", "verify"]
+
+METHODS = ("greedy", "rejection", "target_only", "block", "coupled", "typical")
+_LOGITS = (torch.float32, torch.bfloat16, torch.float16)
+_LOGPROBS = (None, "raw", "processed", "both")
+Bias = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Per-request sampling parameters, device tensors of length B.
+
+    temperature: float32, at most 1e-5 is greedy (lowest id among equal logits); top_k: int32, 0 is off; top_p, min_p:
+    float32, 1 and 0 are off; seed, position, step: int64. Applied in the order temperature, min-p, top-k, top-p over
+    what is kept; at least one token stays. `position` is the output position of the next token to emit: results depend
+    on it, not on batch, row or padding. `step` counts the request's verification steps. None switches a filter off.
+    """
+
+    temperature: Tensor
+    top_k: Tensor | None = None
+    top_p: Tensor | None = None
+    min_p: Tensor | None = None
+    seed: Tensor | None = None
+    position: Tensor | None = None
+    step: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        num_requests: int,
+        *,
+        temperature: float | Sequence[float] = 1.0,
+        top_k: int | Sequence[int] | None = None,
+        top_p: float | Sequence[float] | None = None,
+        min_p: float | Sequence[float] | None = None,
+        seed: int | Sequence[int] = 0,
+        position: int | Sequence[int] = 0,
+        step: int | Sequence[int] = 0,
+        device: torch.device | str | None = None,
+    ) -> Sampling:
+        """From Python numbers: one for all requests, or a list with one for each."""
+
+        def column(value, dtype):
+            if value is None:
+                return None
+            if isinstance(value, (int, float)):
+                return torch.full((num_requests,), value, dtype=dtype, device=device)
+            tensor = torch.tensor(value, dtype=dtype, device=device)
+            _ops.expect("Sampling", "list", tensor.shape == (num_requests,), f"{num_requests} values", len(value))
+            return tensor
+
+        return cls(
+            temperature=column(temperature, torch.float32),
+            top_k=column(top_k, torch.int32),
+            top_p=column(top_p, torch.float32),
+            min_p=column(min_p, torch.float32),
+            seed=column(seed, torch.int64),
+            position=column(position, torch.int64),
+            step=column(step, torch.int64),
+        )
+
+
+class Verified(NamedTuple):
+    """Outcome of `verify`; int32 unless said otherwise.
+
+    output_token_ids: [B, max_depth + 1], accepted drafts, then the recovered or bonus token, then -1; num_emitted: [B],
+    at least 1 where the request has nodes (accepted drafts + 1), else 0; accepted_nodes: [B, max_depth + 1] local
+    indices, root first, then -1; flags: [B] bits of `Flag`; logprobs: float32 of the emitted tokens, 0 behind them,
+    [B, max_depth + 1] for "raw" or "processed", [B, max_depth + 1, 2] = (raw, processed) for "both", else None.
+    """
+
+    output_token_ids: Tensor
+    num_emitted: Tensor
+    accepted_nodes: Tensor
+    flags: Tensor
+    logprobs: Tensor | None
+
+
+def _sampling_args(op: str, sampling: Sampling) -> list[Tensor | None]:
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"{op}: sampling: expected a Sampling, got {type(sampling).__name__}")
+    _ops.expect_tensor(op, "temperature", sampling.temperature, torch.float32, 1)
+    wanted = dict(top_k=torch.int32, top_p=torch.float32, min_p=torch.float32)
+    wanted |= dict(seed=torch.int64, position=torch.int64, step=torch.int64)
+    for name, dtype in wanted.items():
+        value = getattr(sampling, name)
+        if value is not None or name in ("seed", "position"):
+            _ops.expect_tensor(op, name, value, dtype, 1)
+            shape = sampling.temperature.shape
+            _ops.expect(op, name, value.shape == shape, f"shape {list(shape)}", list(value.shape))
+    s = sampling
+    return [s.temperature, s.top_k, s.top_p, s.min_p, s.seed, s.position, s.step]
+
+
+def _edit_args(op: str, allowed: Tensor | None, bias: Bias | None) -> list[Tensor | None]:
+    if allowed is not None:
+        _ops.expect_tensor(op, "allowed", allowed, torch.int32, 2)
+    if bias is None:
+        return [allowed, None, None, None]
+    _ops.expect(op, "bias", len(bias) == 3, "(cu_entries, ids, values)", f"{len(bias)} entries")
+    for name, tensor, dtype in zip(
+        ("cu_entries", "ids", "values"), bias, (torch.int32, torch.int32, torch.float32), strict=True
+    ):
+        _ops.expect_tensor(op, f"bias {name}", tensor, dtype, 1)
+    return [allowed, *bias]
+
+
+def _index(op: str, name: str, value: Tensor | None, length: int, dtype: torch.dtype = torch.int32) -> Tensor | None:
+    if value is None:
+        return None
+    _ops.expect_tensor(op, name, value, dtype, 1)
+    _ops.expect(op, name, value.shape[0] == length, f"{length} entries", value.shape[0])
+    return value
+
+
+def _logits(op: str, name: str, logits: Tensor) -> Tensor:
+    _ops.expect_tensor(op, name, logits, _LOGITS, 2)
+    _ops.expect(op, name, logits.shape[1] > 0, "at least one column", list(logits.shape))
+    return logits
+
+
+def _vocab_size(op: str, vocab_size: int | None, columns: int) -> int:
+    if vocab_size is None:
+        return columns
+    _ops.expect(op, "vocab_size", vocab_size >= 1, "a positive number of ids", vocab_size)
+    return vocab_size
+
+
+def verify(
+    target_logits: Tensor,
+    draft_token_ids: Tensor,
+    tree: DraftTree,
+    sampling: Sampling,
+    *,
+    method: str,
+    draft_logits: Tensor | None = None,
+    draft_rows: Tensor | None = None,
+    draft_sampling: Sampling | None = None,
+    draft_log_probs: Tensor | None = None,
+    draft_lse: Tensor | None = None,
+    d2t: Tensor | None = None,
+    t2d: Tensor | None = None,
+    allowed: Tensor | None = None,
+    bias: Bias | None = None,
+    vocab_size: int | None = None,
+    uniforms: Tensor | None = None,
+    request_order: Tensor | None = None,
+    return_logprobs: str | None = None,
+    epsilon: float = 0.3,
+    delta: float = 0.09,
+    form: str = "auto",
+    workspace: Tensor | None = None,
+    tile_stats: Tensor | None = None,
+    backend: str | None = None,
+) -> Verified:
+    """Accept drafts along the tree and draw the token behind the last accepted one.
+
+    target_logits: [N, V], row n is the target's prediction behind node n; draft_token_ids: int32 [N] in target ids, the
+    root's is ignored, -1 means never drafted; tree: from `build_tree` or `chain_tree`.
+
+    method: lossless "greedy"; "rejection" (chain rule; siblings drawn without replacement in draw order; deterministic
+    drafts one-hot); "target_only" (every draft deterministic); "block" (chains); "coupled" (output equals plain
+    decoding with the same seed); lossy "typical" (Medusa; `epsilon`, `delta`).
+
+    draft_logits: [Rd, Vd] before temperature; draft_rows: int32 [N], the row a node's token was drawn from, -1 where it
+    is deterministic (default: n - b - 1 for node n of request b, the drafts packed without roots); draft_sampling: what
+    shaped the law drawn from (default `sampling`); draft_log_probs: float32 [N] and draft_lse: float32 [Rd] as
+    `draft_sample` returned them, to spare reading rows; d2t: int32 [Vd], target id = draft id + d2t[draft id];
+    t2d: int32 [V], its inverse, -1 where an id has no draft column.
+
+    allowed: int32 [N, ceil(V / 32)] bit mask a node; bias: (cu_entries int32 [N + 1], ids int32, values float32), added
+    to the logits; vocab_size: ids at and behind it do not exist; uniforms: float32 or float64 [N], the coins (of a
+    sampled node its own, of deterministic siblings the first one's); request_order: int32, handle only these requests;
+    return_logprobs: "raw", "processed" or "both"; form: "auto", "eager" (all rows) or "lazy" (rows along the path).
+
+    Data faults set bits in `flags` of their own request. Raises ValueError or TypeError on shapes and dtypes.
+    """
+    op = "verify"
+    _ops.expect(op, "method", method in METHODS, f"one of {METHODS}", repr(method))
+    _ops.expect(op, "return_logprobs", return_logprobs in _LOGPROBS, f"one of {_LOGPROBS}", repr(return_logprobs))
+    if tile_stats is not None:
+        raise NotImplementedError("verify: tile_stats: expected None (statistics of a fused head are not read yet)")
+    nodes, columns = _logits(op, "target_logits", target_logits).shape
+    _index(op, "draft_token_ids", draft_token_ids, nodes)
+    sampling_args = _sampling_args(op, sampling)
+    requests = sampling.temperature.shape[0]
+    got = tree.cu_nodes.shape[0] - 1
+    _ops.expect(op, "tree", got == requests, f"{requests} requests as in sampling", got)
+    _ops.expect(op, "tree", tree.parents.shape[0] == nodes, f"{nodes} nodes as in target_logits", tree.parents.shape[0])
+    if draft_logits is not None:
+        _logits(op, "draft_logits", draft_logits)
+        _index(op, "draft_lse", draft_lse, draft_logits.shape[0], torch.float32)
+    draft_args: list[Tensor | None] = [None] * 4
+    if draft_sampling is not None:
+        d = draft_sampling
+        draft_args = [d.temperature, d.top_k, d.top_p, d.min_p]
+    device, width = target_logits.device, tree.max_depth + 1
+    new = torch.empty if request_order is None else torch.zeros
+    output_token_ids = new((requests, width), dtype=torch.int32, device=device)
+    accepted_nodes = torch.empty_like(output_token_ids)
+    num_emitted, flags = (new((requests,), dtype=torch.int32, device=device) for _ in range(2))
+    if request_order is not None:  # requests left out emit nothing
+        output_token_ids.fill_(-1)
+        accepted_nodes.fill_(-1)
+    logprobs = None
+    if return_logprobs is not None:
+        shape = (requests, width, 2) if return_logprobs == "both" else (requests, width)
+        logprobs = new(shape, dtype=torch.float32, device=device)
+    if uniforms is not None:
+        _ops.expect_tensor(op, "uniforms", uniforms, (torch.float32, torch.float64), 1)
+    _ops.call(
+        op,
+        backend,
+        device,
+        *(target_logits, draft_token_ids, tree.cu_nodes, tree.parents, tree.first_child, tree.next_sibling, tree.flags),
+        *sampling_args,
+        draft_logits,
+        _index(op, "draft_rows", draft_rows, nodes),
+        *draft_args,
+        _index(op, "draft_log_probs", draft_log_probs, nodes, torch.float32),
+        *(draft_lse, d2t, t2d),
+        *_edit_args(op, allowed, bias),
+        *(uniforms, request_order, tile_stats),
+        *(method, _vocab_size(op, vocab_size, columns), tree.max_nodes, tree.max_depth, return_logprobs or ""),
+        *(epsilon, delta, form, workspace),
+        *(output_token_ids, num_emitted, accepted_nodes, flags, logprobs),
+    )
+    return Verified(output_token_ids, num_emitted, accepted_nodes, flags, logprobs)
+
+
+class Sampled(NamedTuple):
+    """token_ids: int32 [R]; flags: int32 [R] bits of `Flag`; logprobs: float32 [R] or [R, 2] (raw, processed) or None."""
+
+    token_ids: Tensor
+    flags: Tensor
+    logprobs: Tensor | None
+
+
+def sample(
+    logits: Tensor,
+    sampling: Sampling,
+    *,
+    row_requests: Tensor | None = None,
+    row_positions: Tensor | None = None,
+    allowed: Tensor | None = None,
+    bias: Bias | None = None,
+    vocab_size: int | None = None,
+    return_logprobs: str | None = None,
+    backend: str | None = None,
+) -> Sampled:
+    """One token a row of logits [R, V], with the law and the noise of `verify`'s last token.
+
+    row_requests: int32 [R], the request of a row (default: row r is request r); row_positions: int64 [R], the output
+    position of the token drawn (default: the request's `position`). Other arguments as in `verify`.
+    """
+    op = "sample"
+    _ops.expect(op, "return_logprobs", return_logprobs in _LOGPROBS, f"one of {_LOGPROBS}", repr(return_logprobs))
+    rows, columns = _logits(op, "logits", logits).shape
+    sampling_args = _sampling_args(op, sampling)
+    if row_requests is None:
+        requests = sampling.temperature.shape[0]
+        _ops.expect(op, "row_requests", requests == rows, f"given ({rows} rows, {requests} requests)", None)
+    token_ids, flags = (torch.empty((rows,), dtype=torch.int32, device=logits.device) for _ in range(2))
+    logprobs = None
+    if return_logprobs is not None:
+        shape = (rows, 2) if return_logprobs == "both" else (rows,)
+        logprobs = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    _ops.call(
+        op,
+        backend,
+        logits.device,
+        logits,
+        *sampling_args,
+        _index(op, "row_requests", row_requests, rows),
+        _index(op, "row_positions", row_positions, rows, torch.int64),
+        *_edit_args(op, allowed, bias),
+        _vocab_size(op, vocab_size, columns),
+        *(return_logprobs or "", token_ids, flags, logprobs),
+    )
+    return Sampled(token_ids, flags, logprobs)
+
+
+class Drafted(NamedTuple):
+    """token_ids: int32 [R, k] in target ids, -1 behind the last; log_probs: float32 [R, k], -inf there; lse: [R]."""
+
+    token_ids: Tensor
+    log_probs: Tensor
+    lse: Tensor
+
+
+def _drafted(rows: int, k: int, device: torch.device) -> Drafted:
+    ids = torch.empty((rows, k), dtype=torch.int32, device=device)
+    log_probs = torch.empty((rows, k), dtype=torch.float32, device=device)
+    return Drafted(ids, log_probs, torch.empty((rows,), dtype=torch.float32, device=device))
+
+
+_ALL_IDS = 2**31 - 1
+
+
+def _draft_vocab(op: str, vocab_size: int | None, d2t: Tensor | None, columns: int) -> int:
+    if d2t is not None:
+        _ops.expect_tensor(op, "d2t", d2t, torch.int32, 1)
+        return _vocab_size(op, vocab_size, _ALL_IDS)
+    return _vocab_size(op, vocab_size, columns)
+
+
+def draft_topk(
+    logits: Tensor,
+    k: int,
+    *,
+    temperature: float | None = None,
+    d2t: Tensor | None = None,
+    vocab_size: int | None = None,
+    backend: str | None = None,
+) -> Drafted:
+    """The k most likely tokens of every row of draft logits [R, Vd], best first (equal logits: lowest draft id first).
+
+    Deterministic proposals (EAGLE-2): verify them with `draft_rows` -1. log_probs and lse are those of the softmax at
+    `temperature` (default 1). Columns whose target id (column + d2t[column]) is outside [0, vocab_size) do not exist.
+    """
+    op = "draft_topk"
+    rows, columns = _logits(op, "logits", logits).shape
+    out = _drafted(rows, k, logits.device)
+    limit = _draft_vocab(op, vocab_size, d2t, columns)
+    scale = 1.0 if temperature is None else float(temperature)
+    _ops.call(op, backend, logits.device, logits, d2t, k, scale, limit, *out)
+    return out
+
+
+def draft_sample(
+    logits: Tensor,
+    k: int,
+    sampling: Sampling,
+    *,
+    row_requests: Tensor,
+    row_positions: Tensor,
+    row_paths: Tensor | None = None,
+    d2t: Tensor | None = None,
+    coupled: bool = False,
+    vocab_size: int | None = None,
+    backend: str | None = None,
+) -> Drafted:
+    """k siblings without replacement from every row of draft logits [R, Vd], in draw order (Gumbel top-k).
+
+    row_requests: int32 [R]; row_positions: int64 [R], the output position the siblings compete for; row_paths: int32
+    [R], any number that tells the parents of one step apart (a node index will do): their noise is independent.
+    log_probs: log q of each token under the whole row law; lse: log-sum-exp of that law's kept logits over temperature:
+    `verify` takes both. coupled: use the target's own noise, for `method="coupled"`. A greedy request gets one token.
+    Source: Kool et al. 1903.06059.
+    """
+    op = "draft_sample"
+    rows, columns = _logits(op, "logits", logits).shape
+    out = _drafted(rows, k, logits.device)
+    _ops.expect_tensor(op, "row_requests", row_requests, torch.int32, 1)
+    _ops.expect_tensor(op, "row_positions", row_positions, torch.int64, 1)
+    _ops.call(
+        op,
+        backend,
+        logits.device,
+        logits,
+        *_sampling_args(op, sampling),
+        _index(op, "row_requests", row_requests, rows),
+        _index(op, "row_positions", row_positions, rows, torch.int64),
+        _index(op, "row_paths", row_paths, rows),
+        *(d2t, k, coupled, _draft_vocab(op, vocab_size, d2t, columns)),
+        *out,
+    )
+    return out
