@@ -12,6 +12,16 @@ from specdec_kernels.attention import (
 )
 from specdec_kernels.batching import BucketPlan, PaddingStats, pack_rows, padding_stats, plan_buckets, unpack_rows
 from specdec_kernels.kv import KVHandle, advance, commit_kv, copy_pages, kv_handle
+from specdec_kernels.sampling import (
+    Drafted,
+    Sampled,
+    Sampling,
+    Verified,
+    draft_sample,
+    draft_topk,
+    sample,
+    verify,
+)
 from specdec_kernels.tree import (
     DraftTree,
     StaticTree,
@@ -30,18 +40,24 @@ __all__ = [
     "AttentionOutput",
     "BucketPlan",
     "DraftTree",
+    "Drafted",
     "Flag",
     "GatheredRows",
     "KVHandle",
     "NextStep",
     "PaddingStats",
+    "Sampled",
+    "Sampling",
     "StaticTree",
+    "Verified",
     "__version__",
     "advance",
     "build_tree",
     "chain_tree",
     "commit_kv",
     "copy_pages",
+    "draft_sample",
+    "draft_topk",
     "gather_accepted",
     "kv_handle",
     "merge_attention",
@@ -51,6 +67,7 @@ __all__ = [
     "plan_buckets",
     "plan_tree_attention",
     "prepare_next",
+    "sample",
     "sequoia_tree",
     "slot_mapping",
     "static_tree",
@@ -60,6 +77,7 @@ __all__ = [
     "truncate",
     "unpack_mask",
     "unpack_rows",
+    "verify",
     "workspace_size",
     "write_kv",
 ]

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec_kernels import _ops
-
-if TYPE_CHECKING:
-    from specdec_kernels.tree import DraftTree
+from specdec_kernels.tree import DraftTree
 
 __all__ = ["METHODS", "Sampling", "Verified", "draft_sample", "draft_topk", "sample", "verify"]
 
@@ -250,7 +248,7 @@ def verify(
 
 
 class Sampled(NamedTuple):
-    """token_ids: int32 [R]; flags: int32 [R] bits of `Flag`; logprobs: float32 [R] or [R, 2] (raw, processed) or None."""
+    """token_ids, flags: int32 [R]; logprobs: float32 [R], [R, 2] (raw, processed) or None."""
 
     token_ids: Tensor
     flags: Tensor

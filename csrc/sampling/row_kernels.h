@@ -6,7 +6,7 @@
 namespace specdec {
 
 template <class V>
-struct TileKernels {
+struct RowKernelsOf {
   using F = typename V::F;
 
   // exp_nonpositive of law.h, lane by lane the same bits.

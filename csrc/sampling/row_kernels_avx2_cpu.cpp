@@ -9,7 +9,7 @@
 
 namespace specdec {
 const RowKernels& row_kernels_avx2() {
-  return TileKernels<Avx2>::table();
+  return RowKernelsOf<Avx2>::table();
 }
 }  // namespace specdec
 #pragma GCC pop_options

@@ -11,7 +11,7 @@
 
 namespace specdec {
 const RowKernels& row_kernels_avx512() {
-  return TileKernels<Avx512>::table();
+  return RowKernelsOf<Avx512>::table();
 }
 }  // namespace specdec
 #pragma GCC pop_options

@@ -7,7 +7,7 @@
 namespace specdec {
 
 const RowKernels& row_kernels_scalar() {
-  return TileKernels<Scalar>::table();
+  return RowKernelsOf<Scalar>::table();
 }
 
 const RowKernels& row_kernels() {
