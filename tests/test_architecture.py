@@ -68,7 +68,7 @@ def test_rooms_import_only_ops_and_the_tree(room: str):
 def test_upper_floors_use_public_rooms_only():
     for path in tracked("specdec_kernels/engine/**.py", "specdec_kernels/engine/*.py"):
         assert package_imports(path) <= ROOMS | {"engine"}, path
-        assert "torch.ops" not in path.read_text(), path
+        assert "torch.ops.specdec" not in path.read_text(), path  # torch's own ops (oneDNN linears) are free
     for floor in ("advisor", "training", "integrations"):
         for path in tracked(f"specdec_kernels/{floor}/*.py"):
             assert package_imports(path) <= ROOMS | {"engine", floor}, path
