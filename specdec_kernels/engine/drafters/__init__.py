@@ -1,0 +1,134 @@
+"""Drafters: who proposes the tokens that the target verifies. Any object with the `Drafter` protocol serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from specdec_kernels.engine.batch import KVCache, TargetModel
+    from specdec_kernels.engine.request import RequestState
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposed tokens as a tree. Draft i is tree node i + 1; `parents[i]` is its parent's node (0: the root).
+
+    Parents come before children; siblings are tried in the order given. `logits` float [len, V], when the tokens were
+    drawn at random: row i is the law draft i was drawn from (before temperature and filters, which are the request's);
+    None: the tokens are the drafter's fixed choice.
+    """
+
+    token_ids: Sequence[int] = ()
+    parents: Sequence[int] = ()
+    logits: torch.Tensor | None = None
+
+    @staticmethod
+    def chain(token_ids: Sequence[int], logits: torch.Tensor | None = None) -> Draft:
+        return Draft(tuple(token_ids), tuple(range(len(token_ids))), logits)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def is_chain(self) -> bool:
+        return all(parent == i for i, parent in enumerate(self.parents))
+
+    @property
+    def depth(self) -> int:
+        return len(self.depth_counts())
+
+    def depth_counts(self) -> list[int]:
+        """Number of drafts at depth 1, 2, ..."""
+        depths = [0]
+        counts: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+            if len(counts) < depths[-1]:
+                counts.append(0)
+            counts[depths[-1] - 1] += 1
+        return counts
+
+    def checked(self, limit: Limit) -> Draft:
+        """This draft; ValueError if it is malformed or larger than allowed."""
+        if len(self.token_ids) != len(self.parents):
+            raise ValueError(f"Draft: parents: expected {len(self.token_ids)} entries, got {len(self.parents)}")
+        for i, parent in enumerate(self.parents):
+            if not 0 <= parent <= i:
+                raise ValueError(f"Draft: parents: expected an earlier node for draft {i}, got {parent}")
+        if len(self) > limit.nodes or self.depth > limit.depth:
+            raise ValueError(f"Draft: expected at most {limit}, got {len(self)} nodes of depth {self.depth}")
+        return self
+
+
+class Limit(NamedTuple):
+    """Most draft nodes and greatest depth that a request may be given in this step."""
+
+    nodes: int
+    depth: int
+
+
+class DraftContext(NamedTuple):
+    """What a drafter may use besides the requests' own text: the target, and its cache, in which each request owns the
+    slots `context_len ... context_len + nodes` of this step (their content is overwritten by the verification)."""
+
+    model: TargetModel
+    cache: KVCache
+
+
+class Drafter(Protocol):
+    """`propose` returns one Draft per request, each within its limit; an empty Draft means plain decoding. It must not
+    change the requests (notes go into `state.drafter_state`). If it raises, its requests go on without drafts."""
+
+    name: str
+
+    def propose(
+        self, states: Sequence[RequestState], limits: Sequence[Limit], context: DraftContext
+    ) -> Sequence[Draft]: ...
+
+
+class NoDrafter:
+    """Plain decoding: one token a step."""
+
+    name = "none"
+
+    def propose(self, states: Sequence[Any], limits: Sequence[Limit], context: DraftContext) -> list[Draft]:
+        return [Draft()] * len(states)
+
+
+@dataclass
+class DrafterTable:
+    """Drafters by name, made on first use and then shared by all requests of an engine."""
+
+    made: dict[str, Drafter] = field(default_factory=lambda: {"none": NoDrafter()})
+
+    def get(self, drafter: str | Drafter | None) -> Drafter:
+        if drafter is None:
+            return self.made["none"]
+        if not isinstance(drafter, str):
+            if not callable(getattr(drafter, "propose", None)):
+                raise TypeError(f"Engine: drafter: expected a name or a Drafter, got {type(drafter).__name__}")
+            return drafter
+        if drafter not in self.made:
+            if drafter not in FACTORIES:
+                raise ValueError(f"Engine: drafter: expected one of {sorted({'none', *FACTORIES})}, got {drafter!r}")
+            self.made[drafter] = FACTORIES[drafter]()
+        return self.made[drafter]
+
+
+def _ngram() -> Drafter:
+    from specdec_kernels.engine.drafters.ngram import NgramDrafter
+
+    return NgramDrafter()
+
+
+def _self() -> Drafter:
+    from specdec_kernels.engine.drafters.self_draft import SelfDrafter
+
+    return SelfDrafter()
+
+
+FACTORIES: dict[str, Callable[[], Drafter]] = {"ngram": _ngram, "self": _self}

@@ -1,0 +1,141 @@
+"""Which layers a self-draft can do without, found by measuring agreement with the whole model and time."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec_kernels.attention import slot_mapping
+from specdec_kernels.engine.batch import Batch, KVCache
+from specdec_kernels.engine.checkpoint import cache_dir
+
+logger = logging.getLogger("specdec_kernels")
+
+_VERSION = 1
+_PAGE = 16
+_SLOT_COST = 0.03  # one more slot to verify, as a share of a step
+_CALIBRATION = """The river rises in the hills north of the town and is joined by two smaller streams before it \
+reaches the old mill. In spring, when the snow melts, the meadows on both sides are under water for a week or two.
+
+def moving_average(values, size):
+    if size < 1 or size > len(values):
+        raise ValueError("size must be between 1 and the number of values")
+    total = sum(values[:size])
+    result = [total / size]
+    for i in range(size, len(values)):
+        total += values[i] - values[i - size]
+        result.append(total / size)
+    return result
+"""
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """`layers` run in a draft pass; chains of `num_drafts`. The other numbers are what the choice was made from:
+    `agreement` of the best tokens with the whole model's, `cost` of a draft pass as a share of a whole one, `speedup`
+    expected over plain decoding."""
+
+    layers: tuple[int, ...]
+    num_drafts: int
+    agreement: float = 0.0
+    cost: float = 0.0
+    speedup: float = 0.0
+
+
+def choose_layers(model: Any, cache: bool = True) -> LayerChoice:
+    """Measure (some seconds), or read what an earlier measurement on this machine chose for this model."""
+    path: Path | None = None
+    if cache and hasattr(model, "fingerprint"):
+        path = cache_dir() / f"self-draft-{model.fingerprint()}-t{torch.get_num_threads()}-v{_VERSION}.json"
+        if path.exists():
+            stored = json.loads(path.read_text())
+            return LayerChoice(tuple(stored.pop("layers")), **stored)
+    choice = search(model)
+    logger.info("self-draft: %s", choice)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(choice.__dict__))
+    return choice
+
+
+def search(model: Any) -> LayerChoice:
+    """Rank layers by how much leaving one out hurts, then leave out more and more of the least harmful ones."""
+    count = model.num_layers
+    everything = tuple(range(count))
+    if count < 3:
+        return LayerChoice(everything, 1)
+    if model.tokenizer is not None:
+        ids = list(model.tokenizer(_CALIBRATION)["input_ids"])
+    else:
+        ids = [(i * 7919 + 13) % model.vocab_size for i in range(128)]
+    probe = _Probe(model, ids)
+    best = probe.logits(everything).argmax(-1)
+
+    def score(layers: tuple[int, ...]) -> tuple[float, float]:
+        """(agreement, mean log-probability of the whole model's choice)"""
+        logits = probe.logits(layers).float()
+        chosen = logits.gather(-1, best[:, None])[:, 0] - logits.logsumexp(-1)
+        return (logits.argmax(-1) == best).float().mean().item(), chosen.mean().item()
+
+    inner = everything[1:-1]  # the first and the last layer talk to the embeddings
+    harmless = sorted(inner, key=lambda i: -score(tuple(x for x in everything if x != i))[1])
+    whole, half = probe.decode_time(everything), probe.decode_time(everything[: count // 2])
+    options = []
+    for skipped in range(1, max(2, 2 * count // 3), max(1, count // 10)):
+        layers = tuple(sorted(set(everything) - set(harmless[:skipped])))
+        agreement = score(layers)[0]
+        cost = min(1.0, (half + (whole - half) * (len(layers) - count // 2) / (count - count // 2)) / whole)
+        for drafts in range(1, 7):
+            speedup = expected_speedup(agreement, drafts, cost)
+            options.append(LayerChoice(layers, drafts, round(agreement, 4), round(cost, 4), round(speedup, 4)))
+    return max(options, key=lambda option: option.speedup)
+
+
+def expected_speedup(agreement: float, drafts: int, cost: float, slot_cost: float = _SLOT_COST) -> float:
+    """Expected tokens a step over its cost in plain steps, for independent acceptance (Leviathan et al., 2023)."""
+    tokens = sum(agreement**i for i in range(drafts + 1))
+    return tokens / (1 + drafts * (cost + slot_cost))
+
+
+class _Probe:
+    """One text in a small cache of its own."""
+
+    def __init__(self, model: Any, ids: list[int]):
+        self.model, self.ids = model, ids
+        num_pages = -(-(len(ids) + 1) // _PAGE)
+        self.cache: KVCache = model.allocate_cache(num_pages, _PAGE)
+        self.table = torch.arange(num_pages, dtype=torch.int32, device=model.device)[None]
+
+    def logits(self, layers: tuple[int, ...]) -> torch.Tensor:
+        """Teacher-forced logits [len(ids), V] of the subset (valid until the next call)."""
+        return self._forward(self.ids, 0, layers)[:, : self.model.vocab_size]
+
+    def decode_time(self, layers: tuple[int, ...]) -> float:
+        """Seconds of a one-token pass behind the text: the best of several."""
+        times = []
+        for _ in range(6):
+            start = time.perf_counter()
+            self._forward(self.ids[-1:], len(self.ids), layers)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    def _forward(self, ids: list[int], context: int, layers: tuple[int, ...]) -> torch.Tensor:
+        device = self.model.device
+        lens = torch.tensor([context], dtype=torch.int32, device=device)
+        cu = torch.tensor([0, len(ids)], dtype=torch.int32, device=device)
+        batch = Batch(
+            token_ids=torch.tensor(ids, device=device),
+            positions=torch.arange(context, context + len(ids), dtype=torch.int32, device=device),
+            slots=slot_mapping(self.table, lens, cu, _PAGE, total_nodes=len(ids)),
+            page_table=self.table,
+            context_lens=lens,
+            cu_nodes=cu,
+            max_nodes=len(ids),
+        )
+        return self.model.forward(batch, self.cache, layers)
