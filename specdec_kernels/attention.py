@@ -47,7 +47,7 @@ def _scale(op: str, argument: str, value: torch.Tensor | None, num_kv_heads: int
 
 
 def _dense(op: str, argument: str, value: torch.Tensor) -> None:
-    ok = value.shape[-1] <= 1 or value.stride(-1) == 1
+    ok = value.shape[-1] <= 1 or value.stride(-1) == 1 or value.numel() == 0
     _ops.expect(op, argument, ok, "a dense last dimension (stride 1)", f"strides {value.stride()}")
 
 

@@ -83,8 +83,9 @@ void run(const TreeAttentionParams& p) {
 
 // Rows behind cu_nodes[B] hold no query: 0 and -inf, so that no garbage reaches what follows.
 void clear_tail(const TreeAttentionParams& p) {
-  int64_t row = p.cu_nodes[p.num_requests];
-  for (row = row < 0 ? 0 : row; row < p.num_rows; row++)
+  int64_t row = 0;  // a garbage last offset must not wipe the rows of requests before it
+  for (int64_t b = 0; b <= p.num_requests; b++) row = p.cu_nodes[b] > row ? p.cu_nodes[b] : row;
+  for (; row < p.num_rows; row++)
     for (int64_t h = 0; h < p.num_q_heads; h++) {
       int bytes = element_bytes(p.q_element);
       std::memset(p.out + (row * p.out_stride_n + h * p.out_stride_h) * bytes, 0, p.v_dim * bytes);

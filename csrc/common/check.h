@@ -79,7 +79,8 @@ inline void check_index(const char* op, const char* argument, const std::optiona
 
 // The rule for data tensors: any strides, but the last dimension dense.
 inline void check_dense_rows(const char* op, const char* argument, const Tensor& tensor) {
-  if (tensor.dim() > 0 && tensor.size(tensor.dim() - 1) > 1 && tensor.stride(tensor.dim() - 1) != 1)
+  if (tensor.dim() > 0 && tensor.numel() > 0 && tensor.size(tensor.dim() - 1) > 1 &&
+      tensor.stride(tensor.dim() - 1) != 1)
     fail(op, argument, "a dense last dimension (stride 1), got stride ", tensor.stride(tensor.dim() - 1));
 }
 
