@@ -47,7 +47,7 @@ def _scale(op: str, argument: str, value: torch.Tensor | None, num_kv_heads: int
 
 
 def _dense(op: str, argument: str, value: torch.Tensor) -> None:
-    ok = value.shape[-1] <= 1 or value.stride(-1) == 1 or value.numel() == 0
+    ok = value.numel() == 0 or value.shape[-1] == 1 or value.stride(-1) == 1
     _ops.expect(op, argument, ok, "a dense last dimension (stride 1)", f"strides {value.stride()}")
 
 
@@ -150,8 +150,8 @@ def tree_attention(
     wide = q.device.type == "cpu" and all(dim % 16 == 0 and 16 <= dim <= 256 for dim in dims)
     if dims not in HEAD_DIMS and not wide:
         latent = " (latent attention, MLA, is not built)" if dims == (576, 512) else ""
-        supported = f"{list(HEAD_DIMS)}; on cpu also multiples of 16 up to 256"
-        raise NotImplementedError(f"{op}: q: expected (head_dim, v head_dim) in {supported}; got {dims}{latent}")
+        supported = f"{list(HEAD_DIMS)} (on cpu also multiples of 16 up to 256)"
+        raise NotImplementedError(f"{op}: q: expected (head_dim, v head_dim) in {supported}, got {dims}{latent}")
     ok = num_kv_heads > 0 and num_q_heads % num_kv_heads == 0
     _ops.expect(op, "q", ok, f"a multiple of {num_kv_heads} query heads", num_q_heads)
     _dense(op, "q", q)

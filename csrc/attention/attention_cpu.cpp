@@ -81,10 +81,13 @@ void run(const TreeAttentionParams& p) {
   if (workers > 1) torch::stable::parallel_for(0, workers, 1, drain);
 }
 
-// Rows behind cu_nodes[B] hold no query: 0 and -inf, so that no garbage reaches what follows.
+// Rows behind the last request hold no query: 0 and -inf, so that no garbage reaches what follows.
 void clear_tail(const TreeAttentionParams& p) {
-  int64_t row = 0;  // a garbage last offset must not wipe the rows of requests before it
-  for (int64_t b = 0; b <= p.num_requests; b++) row = p.cu_nodes[b] > row ? p.cu_nodes[b] : row;
+  int64_t row = 0;
+  for (int64_t b = 0; b < p.num_requests; b++) {
+    RequestShape s = request_shape(p, b);
+    if (s.first_row + s.num_nodes > row) row = s.first_row + s.num_nodes;
+  }
   for (; row < p.num_rows; row++)
     for (int64_t h = 0; h < p.num_q_heads; h++) {
       int bytes = element_bytes(p.q_element);

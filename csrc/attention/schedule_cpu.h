@@ -70,7 +70,8 @@ struct Block {
   int64_t partials;  // offset of the block's partial results, in floats; unused with one chunk
 };
 
-// The geometry of one request as its nodes see it; garbage lengths and offsets are clamped, never followed.
+// The geometry of one request as its nodes see it; garbage lengths are clamped, and a request with garbage offsets
+// is empty: neither reaches another request's rows.
 struct RequestShape {
   int64_t first_row, num_nodes, start, length;
   bool causal;
@@ -79,10 +80,9 @@ struct RequestShape {
 inline RequestShape request_shape(const TreeAttentionParams& p, int64_t b) {
   RequestShape s;
   int64_t begin = p.cu_nodes[b], end = p.cu_nodes[b + 1];
-  begin = begin < 0 ? 0 : begin > p.num_rows ? p.num_rows : begin;
-  end = end < begin ? begin : end > p.num_rows ? p.num_rows : end;
-  s.first_row = begin;
-  s.num_nodes = end - begin;
+  bool valid = 0 <= begin && begin <= end && end <= p.num_rows;
+  s.first_row = valid ? begin : 0;
+  s.num_nodes = valid ? end - begin : 0;
   s.start = p.query_start && p.query_start[b] > 0 ? p.query_start[b] : 0;
   int64_t capacity = p.max_pages * p.page_size;
   s.length = p.context_lens[b] < 0 ? 0 : p.context_lens[b] > capacity ? capacity : p.context_lens[b];
