@@ -18,6 +18,9 @@ inline Isa detect_isa() {
   return Isa::scalar;
 }
 
+// AMX tiles for bfloat16: the CPU has them and the kernel lets this process use them (it asks for the permission).
+bool amx_usable();
+
 // Tests lower the limit (never raise it) through specdec_limit_isa in cpu_isa.cpp.
 std::atomic<int>& isa_limit();
 Isa isa();
