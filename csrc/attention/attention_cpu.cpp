@@ -33,6 +33,7 @@ Element element_of(const char* argument, ScalarType dtype, bool cache) {
 const TileKernels& choose_kernels(Element q) {
 #if defined(__x86_64__)
   Isa level = isa();
+  if (q == Element::bfloat16 && level >= Isa::amx) return amx_kernels();
   if (q == Element::bfloat16 && level >= Isa::avx512_bf16) return avx512_bf16_kernels();
   if (level >= Isa::avx512) return avx512_kernels();
   if (level >= Isa::avx2) return avx2_kernels();
@@ -51,11 +52,12 @@ const float* scale_of(const char* argument, const std::optional<Tensor>& scale, 
 
 void run(const TreeAttentionParams& p) {
   static thread_local Arena plan_arena, partial_arena;
-  int64_t num_blocks = count_blocks(p);
-  int threads = static_cast<int>(torch::stable::get_num_threads());
+  const int threads = static_cast<int>(torch::stable::get_num_threads());
+  const int heads_limit = choose_heads_limit(p, threads);
+  const int64_t num_blocks = count_blocks(p, heads_limit);
   plan_arena.reserve(Arena::bytes_for<Block>(num_blocks));
   Block* blocks = plan_arena.take<Block>(num_blocks);
-  Schedule schedule = make_schedule(p, threads, blocks);
+  Schedule schedule = make_schedule(p, threads, heads_limit, blocks);
   partial_arena.reserve(Arena::bytes_for<float>(schedule.partial_floats) +
                         Arena::bytes_for<int32_t>(schedule.num_items) +
                         Arena::bytes_for<std::atomic<int32_t>>(num_blocks));
@@ -68,7 +70,7 @@ void run(const TreeAttentionParams& p) {
   }
   std::atomic<int64_t> next_item{0};
   auto drain = [&](int64_t, int64_t) {
-    ItemWorker worker(p);
+    ItemWorker worker(p, schedule.rows);
     for (int64_t i; (i = next_item.fetch_add(1, std::memory_order_relaxed)) < schedule.num_items;) {
       const Block& block = blocks[item_block[i]];
       worker.run(block, static_cast<int>(i - block.first_item), partials);

@@ -98,22 +98,26 @@ void transpose8(const float* const* rows, int first, float* dst) {
   }
 }
 
-void pack_k(const void* const* rows, int head_dim, uint32_t* dst) {
+void pack_k(const void* const* rows, int head_dim, uint32_t* dst, Prefetch& ahead) {
   const float* const* keys = reinterpret_cast<const float* const*>(rows);
   for (int u = 0; u < head_dim; u += 8)
-    for (int key = 0; key < kTileKeys; key += 8)
+    for (int key = 0; key < kTileKeys; key += 8) {
+      prefetch_step(ahead);
       transpose8(keys + key, u, reinterpret_cast<float*>(dst) + u * kTileKeys + key);
+    }
 }
 
-bool pack_v(const void* const* rows, int v_dim, uint32_t* dst, bool check) {
+bool pack_v(const void* const* rows, int v_dim, uint32_t* dst, bool check, Prefetch& ahead) {
   const __m256i limit = _mm256_set1_epi32(0x7f800000);
   __m256i bad = _mm256_setzero_si256();
-  for (int key = 0; key < kTileKeys; key++)
+  for (int key = 0; key < kTileKeys; key++) {
+    for (int i = 0; i < 2; i++) prefetch_step(ahead);
     for (int d = 0; d < v_dim; d += 8) {
       __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const uint32_t*>(rows[key]) + d));
       bad = _mm256_or_si256(bad, _mm256_cmpeq_epi32(_mm256_and_si256(x, limit), limit));
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst + key * v_dim + d), x);
     }
+  }
   return check && _mm256_movemask_epi8(bad) != 0;
 }
 

@@ -69,19 +69,23 @@ struct PortableFloat32 {
   static float value(uint32_t unit, int) { return bits_float(unit); }
 };
 
-void pack_k(const void* const* rows, int head_dim, uint32_t* dst) {
-  for (int key = 0; key < kTileKeys; key++)
+void pack_k(const void* const* rows, int head_dim, uint32_t* dst, Prefetch& ahead) {
+  for (int key = 0; key < kTileKeys; key++) {
+    for (int i = 0; i < 2; i++) prefetch_step(ahead);
     for (int u = 0; u < head_dim; u++) dst[u * kTileKeys + key] = static_cast<const uint32_t*>(rows[key])[u];
+  }
 }
 
-bool pack_v(const void* const* rows, int v_dim, uint32_t* dst, bool check) {
+bool pack_v(const void* const* rows, int v_dim, uint32_t* dst, bool check, Prefetch& ahead) {
   bool bad = false;
-  for (int key = 0; key < kTileKeys; key++)
+  for (int key = 0; key < kTileKeys; key++) {
+    for (int i = 0; i < 2; i++) prefetch_step(ahead);
     for (int d = 0; d < v_dim; d++) {
       uint32_t x = static_cast<const uint32_t*>(rows[key])[d];
       bad |= (x & 0x7f800000u) == 0x7f800000u;
       dst[key * v_dim + d] = x;
     }
+  }
   return check && bad;
 }
 

@@ -11,19 +11,23 @@ namespace {
 
 using namespace specdec;
 
-// C[MR][NV vectors] = (or +=) A[MR][units] x B[units][NV vectors]
+// C[MR][NV vectors] at (row, col) of the product, kept in registers over all units.
 template <class S, class C, int MR, int NV>
-inline void micro_product(const uint32_t* a, int lda, const uint32_t* b, int ldb, float* c, int ldc, int units,
-                          bool accumulate) {
+inline void micro_product(const ProductArgs& p, int row, int col) {
+  const uint32_t *a = p.a + row * p.lda, *b = p.b + col;
+  const int64_t lda = p.lda, ldb = p.ldb, ldc = p.ldc;
+  float* c = p.c + row * ldc + col;
+  Prefetch ahead = *p.ahead;
   typename S::F acc[MR][NV];
 #pragma GCC unroll 8
   for (int r = 0; r < MR; r++)
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; v++) acc[r][v] = accumulate ? S::load(c + r * ldc + v * S::kWidth) : S::set1(0.0f);
-  for (int u = 0; u < units; u++) {
+    for (int v = 0; v < NV; v++) acc[r][v] = p.accumulate ? S::load(c + r * ldc + v * S::kWidth) : S::set1(0.0f);
+  for (int u = 0; u < p.units; u++) {
+    prefetch_step(ahead);
     typename C::Units column[NV];
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; v++) column[v] = C::load_units(b + static_cast<int64_t>(u) * ldb + v * S::kWidth);
+    for (int v = 0; v < NV; v++) column[v] = C::load_units(b + u * ldb + v * S::kWidth);
 #pragma GCC unroll 8
     for (int r = 0; r < MR; r++) {
       typename C::Units unit = C::broadcast(a[r * lda + u]);
@@ -35,35 +39,29 @@ inline void micro_product(const uint32_t* a, int lda, const uint32_t* b, int ldb
   for (int r = 0; r < MR; r++)
 #pragma GCC unroll 4
     for (int v = 0; v < NV; v++) S::store(c + r * ldc + v * S::kWidth, acc[r][v]);
+  *p.ahead = ahead;
 }
 
 template <class S, class C, int MR>
-inline void product_rows(const uint32_t* a, int lda, const uint32_t* b, int ldb, float* c, int ldc, int n, int units,
-                         bool accumulate) {
+inline void product_rows(const ProductArgs& p, int row) {
   constexpr int kStep = S::kVectors * S::kWidth;
   int col = 0;
-  for (; col + kStep <= n; col += kStep)
-    micro_product<S, C, MR, S::kVectors>(a, lda, b + col, ldb, c + col, ldc, units, accumulate);
-  for (; col < n; col += S::kWidth)  // head dims are multiples of 16, not of the step
-    micro_product<S, C, MR, 1>(a, lda, b + col, ldb, c + col, ldc, units, accumulate);
+  for (; col + kStep <= p.n; col += kStep) micro_product<S, C, MR, S::kVectors>(p, row, col);
+  for (; col < p.n; col += S::kWidth) micro_product<S, C, MR, 1>(p, row, col);  // head dims are multiples of 16 only
 }
 
-// C[rows][n] = (or +=) A[rows][units] x B[units][n]. The order of summation depends neither on rows nor on n.
+// The order of summation of an element depends neither on rows nor on n.
 template <class S, class C>
-void product(const uint32_t* a, int lda, const uint32_t* b, int ldb, float* c, int ldc, int rows, int n, int units,
-             bool accumulate) {
-  constexpr int kRows = S::kRows;
+void product(const ProductArgs& p) {
   int r = 0;
-  for (; r + kRows <= rows; r += kRows)
-    product_rows<S, C, kRows>(a + r * lda, lda, b, ldb, c + r * ldc, ldc, n, units, accumulate);
-  a += r * lda;
-  c += r * ldc;
-  switch (rows - r) {
-    case 1: return product_rows<S, C, 1>(a, lda, b, ldb, c, ldc, n, units, accumulate);
-    case 2: return product_rows<S, C, 2>(a, lda, b, ldb, c, ldc, n, units, accumulate);
-    case 3: return product_rows<S, C, 3>(a, lda, b, ldb, c, ldc, n, units, accumulate);
-    case 4: return product_rows<S, C, 4>(a, lda, b, ldb, c, ldc, n, units, accumulate);
-    case 5: return product_rows<S, C, 5>(a, lda, b, ldb, c, ldc, n, units, accumulate);
+  for (; r + S::kRows <= p.rows; r += S::kRows) product_rows<S, C, S::kRows>(p, r);
+  static_assert(S::kRows == 6);
+  switch (p.rows - r) {
+    case 1: return product_rows<S, C, 1>(p, r);
+    case 2: return product_rows<S, C, 2>(p, r);
+    case 3: return product_rows<S, C, 3>(p, r);
+    case 4: return product_rows<S, C, 4>(p, r);
+    case 5: return product_rows<S, C, 5>(p, r);
     default: return;
   }
 }
@@ -130,13 +128,15 @@ void add_scaled(const float* x, float factor, float* y, int n) {
     S::store(y + i, S::add(S::load(y + i), S::mul(S::load(x + i), S::set1(factor))));
 }
 
+// `multiply(ProductArgs)` is the matrix product of the instruction set.
 template <class S, class C, class Product>
 void attend_rows(const AttendArgs& args, Product&& multiply) {
   alignas(64) float scores[kMaxBlockRows * kTileKeys];
   alignas(64) uint32_t weights[kMaxBlockRows * kTileKeys / C::kPack];
   constexpr int kUnits = kTileKeys / C::kPack;
   const int units = args.head_dim / C::kPack;
-  multiply(args.q, units, args.k, kTileKeys, scores, kTileKeys, args.rows, kTileKeys, units, false);
+  multiply(
+      ProductArgs{args.q, units, args.k, kTileKeys, scores, kTileKeys, args.rows, kTileKeys, units, false, args.ahead});
   if (args.visible)
     for (int r = 0; r < args.rows; r++)
       softmax_row<S, C, true>(scores + r * kTileKeys, args.visible[r], args, r, weights + r * kUnits);
@@ -147,7 +147,9 @@ void attend_rows(const AttendArgs& args, Product&& multiply) {
     for (int r = 0; r < args.rows; r++) careful_product<C>(weights + r * kUnits, args, args.out + r * args.v_dim, r);
     return;
   }
-  multiply(weights, kUnits, args.v, args.v_dim, args.out, args.v_dim, args.rows, args.v_dim, kUnits, true);
+  for (int i = args.rows * kUnits; i < (args.rows + 15) / 16 * 16 * kUnits; i++) weights[i] = 0;  // AMX reads them
+  multiply(ProductArgs{weights, kUnits, args.v, args.v_dim, args.out, args.v_dim, args.rows, args.v_dim, kUnits, true,
+                       args.ahead});
 }
 
 }  // namespace

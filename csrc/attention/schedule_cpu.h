@@ -1,10 +1,12 @@
 // How one tree_attention call is cut into work items, and the memory it reuses from call to call.
 //
-//   block = (request, KV head, up to 256 rows)        item = block x KV chunk (whole 64-key tiles)
+//   block = (request, some KV heads, up to 256 rows a head)        item = block x KV chunk (whole 64-key tiles)
 //
-// Rows are node-major: row r is node r / group, query head kv_head * group + r % group, so neighbours share a mask row.
-// Chunks exist so that few blocks still fill every thread; a block's chunks are merged in chunk order by whichever
-// thread finishes last, so a result never depends on which thread ran what.
+// Rows are node-major: row r of a head is node r / group, query head kv_head * group + r % group, so neighbours share a
+// mask row. The heads of a block take turns on each tile: in an NHD cache their rows lie side by side, so memory is
+// read in long runs and each page is translated once. Chunks exist so that few blocks still fill every thread; a
+// block's chunks are merged in chunk order by whichever thread finishes last, so a result never depends on which thread
+// ran what.
 #pragma once
 #include <atomic>
 #include <cstdlib>
@@ -64,7 +66,7 @@ struct TreeAttentionParams {
 };
 
 struct Block {
-  int32_t request, kv_head, first_node, num_nodes;  // nodes of this request
+  int32_t request, first_head, num_heads, first_node, num_nodes;  // nodes of this request
   int32_t first_tile, num_tiles, num_chunks, chunk_tiles;
   int32_t first_item;
   int64_t partials;  // offset of the block's partial results, in floats; unused with one chunk
@@ -90,10 +92,11 @@ inline RequestShape request_shape(const TreeAttentionParams& p, int64_t b) {
   return s;
 }
 
-constexpr int kBlockRowLimit = 256;  // out rows of a block stay in the second-level cache
-constexpr int kInvariantTiles = 32;  // batch_invariant: chunks of 2048 keys, whatever the batch
-constexpr int kMinChunkTiles = 4;    // below 256 keys a chunk costs more to merge than it saves
-constexpr int kItemsPerThread = 8;
+constexpr int kBlockRowLimit = 256;     // rows of one head
+constexpr int kBlockOutputs = 1 << 17;  // float32 outputs of a block (512 KiB): they stay in the second-level cache
+constexpr int kInvariantTiles = 32;     // batch_invariant: chunks of 2048 keys, whatever the batch
+constexpr int kMinChunkTiles = 4;       // below 256 keys a chunk costs more to merge than it saves
+constexpr int kItemsPerThread = 4;
 
 inline int64_t nodes_per_block(const TreeAttentionParams& p, int64_t num_nodes) {
   int64_t most = kBlockRowLimit / p.group > 1 ? kBlockRowLimit / p.group : 1;
@@ -121,47 +124,81 @@ inline void block_tiles(const TreeAttentionParams& p, const RequestShape& s, Blo
   block.num_tiles = static_cast<int32_t>(tiles > 0 ? tiles : 0);
 }
 
-inline int64_t count_blocks(const TreeAttentionParams& p) {
-  int64_t blocks = 0;
-  for (int64_t i = 0; i < p.num_order; i++) {
-    int64_t b = p.request_order ? p.request_order[i] : i;
-    if (b < 0 || b >= p.num_requests) continue;
-    int64_t n = request_shape(p, b).num_nodes;
-    if (n) blocks += (n + nodes_per_block(p, n) - 1) / nodes_per_block(p, n) * p.num_kv_heads;
-  }
-  return blocks;
+// Rows a head takes in a block's arrays: AMX tiles touch up to 31 rows behind the last one.
+inline int64_t padded_rows(const TreeAttentionParams& p, int64_t nodes) {
+  int64_t rows = nodes * p.group;
+  return p.kernels->block_rows == kMaxBlockRows ? (rows + kMaxBlockRows - 1) / kMaxBlockRows * kMaxBlockRows : rows;
+}
+
+// KV heads of a block: as many as the cache holds outputs for.
+inline int heads_per_block(const TreeAttentionParams& p, int64_t nodes, int heads_limit) {
+  int64_t heads = kBlockOutputs / (padded_rows(p, nodes) * p.v_dim);
+  if (heads > heads_limit) heads = heads_limit;
+  return static_cast<int>(heads < 1 ? 1 : heads);
 }
 
 struct Schedule {
-  int64_t num_blocks, num_items, partial_floats;
+  int64_t num_blocks, num_items, partial_floats, rows;  // rows: the most that one block holds, padded
 };
 
-// Fills blocks[count_blocks(p)].
-inline Schedule make_schedule(const TreeAttentionParams& p, int threads, Block* blocks) {
-  int64_t n = 0, cost = 0;
+// visit(block) for every block, with the cost of its tiles filled in.
+template <class Visit>
+void for_each_block(const TreeAttentionParams& p, int heads_limit, Visit&& visit) {
   for (int64_t i = 0; i < p.num_order; i++) {
     int64_t b = p.request_order ? p.request_order[i] : i;
     if (b < 0 || b >= p.num_requests) continue;
-    RequestShape s = request_shape(p, b);
+    const RequestShape s = request_shape(p, b);
     if (!s.num_nodes) continue;
-    int64_t step = nodes_per_block(p, s.num_nodes);
-    for (int head = 0; head < p.num_kv_heads; head++)
-      for (int64_t first = 0; first < s.num_nodes; first += step) {
-        Block& block = blocks[n++];
+    const int64_t step = nodes_per_block(p, s.num_nodes);
+    const int heads = heads_per_block(p, step, heads_limit);
+    for (int64_t first = 0; first < s.num_nodes; first += step)
+      for (int head = 0; head < p.num_kv_heads; head += heads) {
+        Block block = {};
         block.request = static_cast<int32_t>(b);
-        block.kv_head = head;
+        block.first_head = head;
+        block.num_heads = p.num_kv_heads - head < heads ? p.num_kv_heads - head : heads;
         block.first_node = static_cast<int32_t>(first);
         block.num_nodes = static_cast<int32_t>(s.num_nodes - first < step ? s.num_nodes - first : step);
         block_tiles(p, s, block);
-        cost += static_cast<int64_t>(block.num_tiles) * (block.num_nodes * p.group + 8);
+        visit(block);
       }
   }
-  Schedule schedule = {n, 0, 0};
-  int64_t share = cost / (static_cast<int64_t>(threads) * kItemsPerThread) + 1;
-  for (int64_t i = 0; i < n; i++) {
+}
+
+// Work of one tile of a block: packing costs about as much as 8 rows do.
+inline int64_t tile_cost(const TreeAttentionParams& p, const Block& block) {
+  return static_cast<int64_t>(block.num_heads) * (block.num_nodes * p.group + 8);
+}
+
+// How many heads may share a block: fewer when the batch is too small to give every thread enough chunks.
+inline int choose_heads_limit(const TreeAttentionParams& p, int threads) {
+  int limit = p.num_kv_heads;
+  for (; limit > 1 && threads > 1; limit = (limit + 1) / 2) {
+    int64_t chunks = 0;
+    for_each_block(p, limit, [&](const Block& block) { chunks += block.num_tiles / kMinChunkTiles + 1; });
+    if (chunks >= static_cast<int64_t>(threads) * kItemsPerThread) break;
+  }
+  return limit;
+}
+
+inline int64_t count_blocks(const TreeAttentionParams& p, int heads_limit) {
+  int64_t blocks = 0;
+  for_each_block(p, heads_limit, [&](const Block&) { blocks++; });
+  return blocks;
+}
+
+// Fills blocks[count_blocks(p, heads_limit)].
+inline Schedule make_schedule(const TreeAttentionParams& p, int threads, int heads_limit, Block* blocks) {
+  Schedule schedule = {};
+  int64_t cost = 0;
+  for_each_block(p, heads_limit, [&](const Block& block) {
+    blocks[schedule.num_blocks++] = block;
+    cost += block.num_tiles * tile_cost(p, block);
+  });
+  const int64_t share = cost / (static_cast<int64_t>(threads) * kItemsPerThread) + 1;
+  for (int64_t i = 0; i < schedule.num_blocks; i++) {
     Block& block = blocks[i];
-    int rows = block.num_nodes * p.group;
-    int64_t tiles = share / (rows + 8);
+    int64_t tiles = share / tile_cost(p, block);
     if (p.num_splits > 0)
       tiles = (block.num_tiles + p.num_splits - 1) / p.num_splits;
     else if (threads == 1)
@@ -179,7 +216,9 @@ inline Schedule make_schedule(const TreeAttentionParams& p, int threads, Block* 
     block.first_item = static_cast<int32_t>(schedule.num_items);
     block.partials = schedule.partial_floats;
     schedule.num_items += block.num_chunks;
-    if (block.num_chunks > 1) schedule.partial_floats += static_cast<int64_t>(block.num_chunks) * rows * (p.v_dim + 2);
+    int64_t rows = block.num_heads * padded_rows(p, block.num_nodes);
+    if (rows > schedule.rows) schedule.rows = rows;
+    if (block.num_chunks > 1) schedule.partial_floats += block.num_chunks * rows * (p.v_dim + 2);
   }
   return schedule;
 }

@@ -115,22 +115,26 @@ inline void transpose16(const uint32_t* const* rows, int first, int columns, uin
   }
 }
 
-inline void transpose_keys(const void* const* rows, int units, uint32_t* dst) {
+inline void transpose_keys(const void* const* rows, int units, uint32_t* dst, Prefetch& ahead) {
   const uint32_t* const* keys = reinterpret_cast<const uint32_t* const*>(rows);
   for (int u = 0; u < units; u += 16)
-    for (int key = 0; key < kTileKeys; key += 16)
+    for (int key = 0; key < kTileKeys; key += 16) {
+      for (int i = 0; i < 8; i++) prefetch_step(ahead);
       transpose16(keys + key, u, units - u < 16 ? units - u : 16, dst + u * kTileKeys + key);
+    }
 }
 
-inline bool pack_values_float32(const void* const* rows, int v_dim, uint32_t* dst, bool check) {
+inline bool pack_values_float32(const void* const* rows, int v_dim, uint32_t* dst, bool check, Prefetch& ahead) {
   const __m512i limit = _mm512_set1_epi32(0x7f800000);
   __mmask16 bad = 0;
-  for (int key = 0; key < kTileKeys; key++)
+  for (int key = 0; key < kTileKeys; key++) {
+    for (int i = 0; i < 2; i++) prefetch_step(ahead);
     for (int d = 0; d < v_dim; d += 16) {
       __m512i x = _mm512_loadu_si512(static_cast<const uint32_t*>(rows[key]) + d);
       if (check) bad |= _mm512_cmpeq_epi32_mask(_mm512_and_si512(x, limit), limit);
       _mm512_storeu_si512(dst + key * v_dim + d, x);
     }
+  }
   return bad != 0;
 }
 

@@ -18,17 +18,18 @@ struct Avx512BFloat16 {
   static float value(uint32_t unit, int half) { return bits_float(half ? unit & 0xffff0000u : unit << 16); }
 };
 
-inline void transpose_key_pairs(const void* const* rows, int head_dim, uint32_t* dst) {
-  transpose_keys(rows, head_dim / 2, dst);
+inline void transpose_key_pairs(const void* const* rows, int head_dim, uint32_t* dst, Prefetch& ahead) {
+  transpose_keys(rows, head_dim / 2, dst, ahead);
 }
 
 // dst[pair][d] = (V[2 pair][d], V[2 pair + 1][d])
-inline bool pack_value_pairs(const void* const* rows, int v_dim, uint32_t* dst, bool check) {
+inline bool pack_value_pairs(const void* const* rows, int v_dim, uint32_t* dst, bool check, Prefetch& ahead) {
   const __m512i limit = _mm512_set1_epi16(0x7f80);
   __mmask32 bad = 0;
   for (int pair = 0; pair < kTileKeys / 2; pair++) {
     const uint16_t* even = static_cast<const uint16_t*>(rows[2 * pair]);
     const uint16_t* odd = static_cast<const uint16_t*>(rows[2 * pair + 1]);
+    for (int i = 0; i < 4; i++) prefetch_step(ahead);
     for (int d = 0; d < v_dim; d += 16) {
       __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(even + d));
       __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(odd + d));

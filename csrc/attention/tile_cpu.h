@@ -24,6 +24,31 @@ constexpr int kMaxBlockRows = 32;  // rows of one attend call
 constexpr float kRescaleLog2 = 8;  // a running maximum is raised only when a score exceeds it by 2^8
 constexpr int kMaxHeadDim = 256;
 
+// Cache lines of the next tile, asked for a few at a time while this one is computed: hardware prefetching stops at
+// page borders, and a burst of requests would stall the core that issues it.
+struct Prefetch {
+  const char* const* next;
+  const char* const* end;
+  int pace;  // lines a step
+};
+
+inline __attribute__((always_inline)) void prefetch_step(Prefetch& ahead) {
+  for (int i = 0; i < ahead.pace && ahead.next < ahead.end; i++) __builtin_prefetch(*ahead.next++, 0, 2);
+}
+
+// C[rows][n] = (or +=) A[rows][units] x B[units][n]; ld*: elements from row to row.
+struct ProductArgs {
+  const uint32_t* a;
+  int64_t lda;
+  const uint32_t* b;
+  int64_t ldb;
+  float* c;
+  int64_t ldc;
+  int rows, n, units;
+  bool accumulate;
+  Prefetch* ahead;
+};
+
 struct AttendArgs {
   const uint32_t* q;        // [rows][head_dim / pack]
   const uint32_t* k;        // packed K
@@ -36,6 +61,7 @@ struct AttendArgs {
   float* out;      // [rows][v_dim], unnormalised
   float* row_max;  // [rows], log2 units, -inf: nothing seen
   float* row_sum;  // [rows][kLanes]
+  Prefetch* ahead;
 };
 
 // Kernels of one instruction set and one compute type (float32, or bfloat16 pairs).
@@ -45,9 +71,9 @@ struct TileKernels {
   // dst[i] = src[i] in the compute type
   void (*convert)(const void* src, Element element, void* dst, int n);
   // rows: 64 pointers to key rows in the compute type
-  void (*pack_k)(const void* const* rows, int head_dim, uint32_t* dst);
+  void (*pack_k)(const void* const* rows, int head_dim, uint32_t* dst, Prefetch& ahead);
   // returns whether a value is NaN or infinite, looked at only when `check`
-  bool (*pack_v)(const void* const* rows, int v_dim, uint32_t* dst, bool check);
+  bool (*pack_v)(const void* const* rows, int v_dim, uint32_t* dst, bool check, Prefetch& ahead);
   void (*attend)(const AttendArgs& args);
   // out[i] = x[i] * factor in `element`
   void (*store)(const float* x, float factor, void* out, Element element, int n);
