@@ -64,11 +64,24 @@ def gumbel(word: int) -> float:
     return float(-np.log(-np.log1p(-rng.coin(word))))
 
 
+def noise_words(vocab: int, seed: int, position: int, purpose: int, salt: int = 0) -> np.ndarray:
+    """[vocab] words of `rng.draw` for all tokens at once: token t takes word t % 4 of block t // 4."""
+    blocks = np.arange((vocab + 3) // 4, dtype=np.uint64)
+    seed, position, low = seed % 2**64, position % 2**64, np.uint64(rng.MASK)
+    c = [blocks] + [
+        np.full_like(blocks, value & rng.MASK) for value in (position, (position >> 32) << 8 | purpose, salt)
+    ]
+    k0, k1 = seed & rng.MASK, seed >> 32
+    for _ in range(10):
+        a, b = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
+        c = [(b >> np.uint64(32)) ^ c[1] ^ np.uint64(k0), b & low, (a >> np.uint64(32)) ^ c[3] ^ np.uint64(k1), a & low]
+        k0, k1 = (k0 + 0x9E3779B9) & rng.MASK, (k1 + 0xBB67AE85) & rng.MASK
+    return np.stack(c, axis=1).ravel()[:vocab]
+
+
 def gumbel_row(vocab: int, seed: int, position: int, purpose: int, salt: int = 0) -> np.ndarray:
-    """[vocab] float64 Gumbel noise: token t takes word t % 4 of block t // 4."""
-    blocks = (vocab + 3) // 4
-    words = [word for block in range(blocks) for word in rng.draw(seed, position, purpose, block, salt)]
-    u = (np.array(words[:vocab], dtype=np.float64) + 0.5) * 2.0**-32
+    """[vocab] float64 Gumbel noise of one row."""
+    u = (noise_words(vocab, seed, position, purpose, salt).astype(np.float64) + 0.5) * 2.0**-32
     return -np.log(-np.log1p(-u))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from python_ref import rng
-from python_ref.sampling_dice import gumbel, gumbel_row
+from python_ref.sampling_dice import gumbel, gumbel_row, noise_words
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -85,6 +85,15 @@ def test_every_part_of_the_key_matters():
     changed += [(7 + 2**32, *base[1:]), (7, 3 + 2**32, *base[2:])]
     words = {rng.draw(*key) for key in [base, *changed]}
     assert len(words) == 1 + len(changed)
+
+
+def test_rows_of_words_equal_single_draws():
+    for key in [(7, 3, rng.EMIT, 0), (-1, 2**40 + 5, rng.DRAFT, 2**32 - 1)]:
+        seed, position, purpose, salt = key
+        row = noise_words(11, seed, position, purpose, salt)
+        assert [int(word) for word in row] == [
+            rng.draw(seed, position, purpose, t // 4, salt)[t % 4] for t in range(11)
+        ]
 
 
 def test_coins_lie_strictly_inside_the_unit_interval(header):
