@@ -59,9 +59,14 @@ def enumerate_law(run: Callable[[ExactDice], Hashable]) -> dict[Any, Fraction]:
     return dict(law)
 
 
-def gumbel(word: int) -> float:
-    """-log(-log1p(-u)) at the midpoint u of the word's 2^-32 cell (the ops refine words under 4096 further)."""
-    return float(-np.log(-np.log1p(-rng.coin(word))))
+TAIL = 0x80  # or-ed to a purpose: the second word of a draw in the far tail
+TAIL_WORDS = 4096  # words below this (probability 2^-20) are refined to 64 bits
+
+
+def gumbel(word: int, tail: int | None = None) -> float:
+    """-log(-log1p(-u)): u the midpoint of the word's 2^-32 cell, or of its 2^-64 cell where a `tail` word is given."""
+    cell = 0.5 if tail is None else (tail + 0.5) * 2.0**-32
+    return float(-np.log(-np.log1p(-(word + cell) * 2.0**-32)))
 
 
 def noise_words(vocab: int, seed: int, position: int, purpose: int, salt: int = 0) -> np.ndarray:
@@ -81,8 +86,12 @@ def noise_words(vocab: int, seed: int, position: int, purpose: int, salt: int = 
 
 def gumbel_row(vocab: int, seed: int, position: int, purpose: int, salt: int = 0) -> np.ndarray:
     """[vocab] float64 Gumbel noise of one row."""
-    u = (noise_words(vocab, seed, position, purpose, salt).astype(np.float64) + 0.5) * 2.0**-32
-    return -np.log(-np.log1p(-u))
+    words = noise_words(vocab, seed, position, purpose, salt)
+    noise = -np.log(-np.log1p(-(words.astype(np.float64) + 0.5) * 2.0**-32))
+    for token in np.flatnonzero(words < TAIL_WORDS):
+        tail = rng.draw(seed, position, purpose | TAIL, int(token) // 4, salt)[token % 4]
+        noise[token] = gumbel(int(words[token]), tail)
+    return noise
 
 
 class PhiloxDice:
@@ -100,7 +109,8 @@ class PhiloxDice:
         if self.uniforms is not None:
             return float(self.uniforms[node])
         salt = self.step if purpose == rng.BLOCK else 0
-        return rng.coin(rng.draw(self.seed, self.position + depth - 1, purpose, trial, salt)[0])
+        high, low, _, _ = rng.draw(self.seed, self.position + depth - 1, purpose, trial, salt)
+        return (high + rng.coin(low)) * 2.0**-32
 
     def coin(self, ratio: float, *, node: int, depth: int, trial: int = 0, purpose: int = rng.ACCEPT) -> bool:
         if ratio <= 0 or ratio >= 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,7 @@ def verify_request(
     bias: Sequence[dict[int, float]] | None = None,
     vocab_size: int | None = None,
     uniforms: Sequence[float] | None = None,
+    dice: Any = None,
     epsilon: float = 0.3,
     delta: float = 0.09,
 ) -> tuple[Outcome, float]:
@@ -57,7 +59,7 @@ def verify_request(
 
     if method == "greedy":
         parameters = Parameters(temperature=0.0)
-    dice = PhiloxDice(seed, position, step, uniforms)
+    dice = dice or PhiloxDice(seed, position, step, uniforms)
     tree = Tree(parents, token_ids, law, drafter)
     if method == "coupled":
         out = sampling_rules.verify_coupled(tree, dice)

@@ -107,6 +107,8 @@ def test_coins_lie_strictly_inside_the_unit_interval(header):
 def test_gumbel_noise_is_finite_and_reaches_far_into_the_tail():
     assert np.isfinite([gumbel(word) for word in (0, 2**31, 2**32 - 1)]).all()
     assert gumbel(0) > 22  # 24-bit uniforms stop at 16.6
+    assert gumbel(0, 0) > 44
+    assert gumbel(4095, 2**31) == pytest.approx(gumbel(4095), abs=1e-9)  # the two forms meet
     row = gumbel_row(10, seed=3, position=5, purpose=rng.EMIT)
     assert row[6] == gumbel(rng.draw(3, 5, rng.EMIT, 1)[2])
     assert len(row) == 10

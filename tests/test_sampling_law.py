@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from python_ref import sampling
+from python_ref import sampling, sampling_rules
 
 
 def test_filters_match_the_definition_on_all_subsets():
@@ -74,3 +74,27 @@ def test_residual_log_weights_match_exact_differences():
     np.testing.assert_allclose(np.exp(found), [0.125, 0.3, 0.0, 0.0], atol=1e-12)
     # near equality: log(-expm1(d)) keeps what log1p(-exp(d)) loses in short formats
     np.testing.assert_allclose(sampling.residual_log_weights([0.0], [-1e-7], 0.0), [-16.1181], atol=1e-4)
+
+
+def test_canonical_chain_vector():
+    """V = 8, temperature .8: the published numbers of the token rule and of block verification on the path (1, 3)."""
+    inf, t = np.inf, sampling.Parameters(temperature=0.8)
+    target = [[2, 1, 0, -1, 0.5, -2, -inf, 1.5], [0, 3, -1, 2, 0.25, -4, 1, -inf], [1] * 8]
+    draft = [[1, 2, 0, -1, 0.5, -2, 0, -inf], [0, 1, -1, 3, 0.25, -4, -inf, 1]]
+    p, q = [sampling.target_law(row, t)[0] for row in target], [sampling.target_law(row, t)[0] for row in draft]
+    right = [
+        (1, -1.985948918, -0.491205678, 0.224306190, {0: 0.542241943, 7: 0.457758057}, 0.560159099),
+        (3, -1.608477546, -0.204351358, 0.245581555, {1: 0.916776632, 6: 0.083223368}, 0.689181618),
+    ]
+    for row, (x, log_p, log_q, accept, residual, mass) in enumerate(right):
+        assert np.log(p[row][x]) == pytest.approx(log_p, abs=1e-9)
+        assert np.log(q[row][x]) == pytest.approx(log_q, abs=1e-9)
+        assert p[row][x] / q[row][x] == pytest.approx(accept, abs=1e-9)
+        rest = sampling_rules.positive_part(p[row] - q[row])
+        assert rest.sum() == pytest.approx(mass, abs=1e-9)
+        np.testing.assert_allclose(rest / rest.sum(), [residual.get(v, 0) for v in range(8)], atol=1e-9)
+    tree = sampling_rules.Tree([-1, 0, 1], [0, 1, 3], lambda node: p[node], lambda node: q[node])
+    rho, h, residuals = sampling_rules.block_ratios(tree)
+    np.testing.assert_allclose(rho, [1, 0.224306190, 0.055085463], atol=1e-9)
+    np.testing.assert_allclose(h, [1, 0.116901006, 0.055085463], atol=1e-9)
+    assert residuals[1].sum() == pytest.approx(0.102683150, abs=1e-9)

@@ -1,0 +1,147 @@
+"""Lists of described requests, run in one ragged call of `verify` and one by one through the float64 reference."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from python_ref.sampling import Parameters
+from python_ref.sampling_dice import PhiloxDice
+from python_ref.sampling_verify import verify_request
+from tests.conftest import Backend
+from tests.sampling_helpers import emitted, floats, ints, path, sampling_tensors, tree_tensors, verify
+
+EPSILON = 1e-5  # distance of swept coins from their float64 threshold
+
+
+@dataclass
+class Request:
+    """`draft_of[i]`: the row of `draft_logits` node i was drawn from, -1 for the root and deterministic nodes."""
+
+    logits: np.ndarray
+    token_ids: Sequence[int]
+    parents: Sequence[int]
+    draft_logits: np.ndarray | None = None
+    draft_of: Sequence[int] | None = None
+    parameters: Parameters = field(default_factory=Parameters)
+    draft_parameters: Parameters | None = None
+    seed: int = 0
+    position: int = 0
+    step: int = 0
+    allowed: np.ndarray | None = None
+    bias: Sequence[dict[int, float]] | None = None
+    uniforms: list[float] | None = None
+
+    def reference(self, method: str, **options: Any):
+        return verify_request(
+            self.logits, self.token_ids, self.parents, self.parameters, method=method, seed=self.seed,
+            position=self.position, step=self.step, draft_logits=self.draft_logits, draft_rows=self.draft_of,
+            draft_parameters=self.draft_parameters, allowed=self.allowed, bias=self.bias, uniforms=self.uniforms,
+            **options,
+        )  # fmt: skip
+
+
+class SweepDice(PhiloxDice):
+    """Chooses every coin it is asked for 1e-5 beside its threshold, on a side drawn by `sides`, and notes it."""
+
+    def __init__(self, request: Request, sides: random.Random):
+        super().__init__(request.seed, request.position, request.step)
+        self.sides, self.chosen = sides, [sides.random() for _ in request.parents]
+
+    def _near(self, threshold: float) -> float:
+        return min(max(threshold + self.sides.choice([-EPSILON, EPSILON]), 0.0), 1 - 2.0**-24)
+
+    def coin(self, ratio: float, *, node: int, **key: int) -> bool:
+        if 0 < ratio < 1:
+            self.chosen[node] = self._near(ratio)
+        elif ratio <= 0:  # certain decisions get the coin most likely to break them
+            self.chosen[node] = 0.0
+        else:
+            self.chosen[node] = 1 - (EPSILON if ratio < 1 + EPSILON else 2.0**-24)
+        return self.chosen[node] < ratio
+
+    def bucket(self, masses: Sequence[float], *, node: int, **key: int) -> int | None:
+        edges = np.cumsum(np.asarray(masses, dtype=np.float64))
+        self.chosen[node] = self._near(float(self.sides.choice(list(edges))))
+        hits = np.flatnonzero(self.chosen[node] < edges)
+        return int(hits[0]) if len(hits) else None
+
+
+def sweep(request: Request, method: str, sides: random.Random, **options: Any) -> Request:
+    """The request with uniforms that sit beside the thresholds it meets."""
+    dice = SweepDice(request, sides)
+    request.reference(method, dice=dice, **options)
+    request.uniforms = dice.chosen
+    return request
+
+
+def run(backend: Backend, requests: Sequence[Request], method: str, *, dtype: torch.dtype = torch.float32, **options):
+    """One ragged call over all requests."""
+    offset, rows, draft_logits = 0, [], []
+    for request in requests:
+        draft = request.draft_of if request.draft_of is not None else [-1] * len(request.parents)
+        rows += [row + offset if row >= 0 else -1 for row in draft]
+        if request.draft_logits is not None:
+            draft_logits.append(request.draft_logits)
+            offset += len(request.draft_logits)
+    if draft_logits and method in ("rejection", "block"):
+        options["draft_logits"] = floats(np.concatenate(draft_logits), dtype=dtype)
+        options["draft_rows"] = ints(rows)
+    if requests[0].uniforms is not None:
+        options["uniforms"] = floats([u for request in requests for u in request.uniforms])
+    if requests[0].allowed is not None:
+        options["allowed"] = torch.as_tensor(np.concatenate([r.allowed for r in requests]))
+    if requests[0].bias is not None:
+        entries = [sorted(row.items()) for r in requests for row in r.bias]
+        cu = np.concatenate([[0], np.cumsum([len(row) for row in entries])])
+        flat = [entry for row in entries for entry in row]
+        options["bias"] = (ints(cu), ints([token for token, _ in flat]), floats([value for _, value in flat]))
+    if requests[0].draft_parameters is not None:
+        options["draft_sampling"] = parameters_of(backend, requests, [r.draft_parameters for r in requests])
+    return verify(
+        backend,
+        floats(np.concatenate([r.logits for r in requests]), dtype=dtype),
+        ints([token for r in requests for token in r.token_ids]),
+        tree_tensors([list(r.parents) for r in requests], backend.device),
+        parameters_of(backend, requests, [r.parameters for r in requests]),
+        method=method,
+        **options,
+    )
+
+
+def parameters_of(backend: Backend, requests: Sequence[Request], parameters: Sequence[Parameters]):
+    return sampling_tensors(
+        len(requests),
+        backend.device,
+        temperature=[p.temperature for p in parameters],
+        top_k=[p.top_k for p in parameters],
+        top_p=[p.top_p for p in parameters],
+        min_p=[p.min_p for p in parameters],
+        seed=[r.seed for r in requests],
+        position=[r.position for r in requests],
+        step=[r.step for r in requests],
+    )
+
+
+def compare(
+    backend: Backend, requests: Sequence[Request], method: str, *, margin: float = 4e-6, reference=None, **options
+) -> int:
+    """Tokens, paths and flags of every request equal the reference's where its margin allows; returns how many."""
+    found = run(backend, requests, method, **options)
+    compared = 0
+    for index, request in enumerate(requests):
+        right, distance = request.reference(method, **(reference or {}))
+        if distance < margin:
+            continue
+        compared += 1
+        what = f"request {index}: {request}, margin {distance}"
+        assert emitted(found, index) == right.tokens, what
+        assert path(found, index) == right.nodes, what
+        assert int(found.flags[index]) == right.flags, what
+    assert compared > 0.98 * len(requests), f"only {compared} of {len(requests)} decisions are clear"
+    return compared
