@@ -130,6 +130,11 @@ def path(verified: Any, request: int = 0) -> list[int]:
     return row[:count]
 
 
+def count_accepted(verified: Any) -> int:
+    """Requests of which at least one draft was accepted."""
+    return int((verified.num_emitted > 1).sum())
+
+
 def chain(length: int) -> list[int]:
     return [-1, *range(length)]
 
