@@ -1,4 +1,4 @@
-"""The edge table (docs/numerics.md): flags, parameters off and at their ends, broken trees, strides, inputs untouched."""
+"""The edge table of docs/numerics.md: flags, parameters at their ends, broken trees, strides, inputs untouched."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.sampling_helpers import (
     tree_tensors,
     verify,
 )
-from tests.sampling_trials import draws, first_counts, trials, trials_of
+from tests.sampling_trials import first_counts, trials
 
 METHODS = ["greedy", "rejection", "target_only", "block", "coupled", "typical"]
 LAW = [0.4, 0.3, 0.2, 0.1]
@@ -258,9 +258,12 @@ def test_bad_tensors_are_named(backend: Backend):
         verify(backend, torch.zeros(2, 10)[:, ::2], ints([0, 1]), tree, sampling, method="greedy")
     with pytest.raises(ValueError, match=r"^verify: \w+: expected"):
         verify(backend, torch.zeros(2, 5), ints([0]), tree, sampling, method="greedy")
-    branching = tree_tensors([[-1, 0, 0]], backend.device)
-    out = draws([1.0], 1)  # block verification takes chains: a second sibling is a fault of that request
-    assert out.shape == (1, 2)
-    found = verify(backend, torch.zeros(3, 5), ints([0, 1, 2]), branching, sampling, method="block")
-    assert int(found.flags[0]) & sk.Flag.TREE
-    assert trials_of(backend) > 0
+
+
+def test_block_on_a_tree_is_a_fault_of_that_request(backend: Backend):
+    tree = tree_tensors([[-1, 0, 0], [-1, 0, 1]], backend.device)
+    sampling = sampling_tensors(2, backend.device)
+    out = verify(backend, torch.zeros(6, 5), ints([0, 1, 2] * 2), tree, sampling, method="block")
+    assert int(out.flags[0]) & sk.Flag.TREE
+    assert int(out.flags[1]) == 0
+    assert path(out, 0) == [0]
