@@ -35,8 +35,11 @@ class Tree:
     token_ids: Sequence[int]
     target_law: Callable[[int], np.ndarray]
     draft_law: Callable[[int], np.ndarray | None]
+    dead: set[int] = field(default_factory=set)  # rows without a usable logit: nothing is tried behind them
 
     def children(self, node: int) -> list[int]:
+        if node in self.dead:
+            return []
         return [child for child, parent in enumerate(self.parents) if parent == node]
 
 
@@ -53,16 +56,19 @@ def _range_flags(tokens: Sequence[int], vocab: int) -> int:
     return TOKEN_RANGE if any(token < -1 or token >= vocab for token in tokens) else 0
 
 
+def _duplicate_flags(tokens: Sequence[int]) -> int:
+    drafted = [token for token in tokens if token >= 0]
+    return SIBLINGS if len(set(drafted)) < len(drafted) else 0
+
+
 def siblings_one_hot(target: np.ndarray, tokens: Sequence[int], **key: Any) -> tuple[int | None, np.ndarray, int]:
     """Deterministic siblings: one coin against their cumulative target mass, else the target without them.
 
     Returns (index of the accepted sibling or None, weights of the recovered token, flags)."""
     dice = key.pop("dice")
     seen: set[int] = set()
-    masses, flags = [], _range_flags(tokens, len(target))
+    masses, flags = [], _range_flags(tokens, len(target)) | _duplicate_flags(tokens)
     for token in tokens:
-        if token in seen and token >= 0:
-            flags |= SIBLINGS
         masses.append(mass(target, token) * (token not in seen))
         seen.add(token)
     hit = dice.bucket(masses, **key)
@@ -150,53 +156,57 @@ def verify_coupled(tree: Tree, dice: Any) -> Outcome:
     """The token plain decoding would draw; a child that equals it carries the walk on."""
     out, node, depth = Outcome(), 0, 0
     while True:
-        token = dice.pick(tree.target_law(node), depth=depth)
+        target, children = tree.target_law(node), tree.children(node)
+        token = dice.pick(target, depth=depth)
         out.tokens.append(token)
-        matches = [child for child in tree.children(node) if tree.token_ids[child] == token]
+        tokens = [tree.token_ids[child] for child in children]
+        out.flags |= _range_flags(tokens, len(target)) | _duplicate_flags(tokens)
+        matches = [child for child in children if tree.token_ids[child] == token]
         if not matches:
             return out
         node, depth = matches[0], depth + 1
         out.nodes.append(node)
 
 
-def block_ratios(tree: Tree) -> tuple[list[Any], list[Any], list[np.ndarray]]:
-    """(rho_i, h_i, residual weights at i) for i = 0 .. length of the chain (up to its first id -1)."""
-    path = [0]
-    while (children := tree.children(path[-1])) and tree.token_ids[children[0]] != -1:
-        path.append(children[0])
+def block_ratios(tree: Tree) -> tuple[list[Any], list[Any], list[np.ndarray], int]:
+    """(rho_i, h_i, residual weights at i, flags), i from 0 to the chain's end: an id -1, or a draft with rho = 0."""
     one = sum(tree.target_law(0))
-    rho, h, residuals = [one], [one], []
-    for i, node in enumerate(path):
-        target = tree.target_law(node)
-        last = i == len(path) - 1
-        draft = target * 0 if last else tree.draft_law(node)
-        if draft is None:
-            draft = target * 0
-            draft[tree.token_ids[path[i + 1]]] = one
-        if i > 0:
-            Z = positive_part(rho[i] * target - draft).sum()
-            if last:
-                h.append(rho[i])
-            else:
-                h.append(one if Z == 0 and rho[i] == one else Z / (Z + one - rho[i]))
-        residuals.append(positive_part(rho[i] * target - draft) if rho[i] > 0 else target)
-        if not last:
-            token = tree.token_ids[path[i + 1]]
-            q = mass(draft, token)
-            rho.append(min(one, rho[i] * mass(target, token) / q) if q > 0 else one * 0)
-    return rho, h, residuals
+    rho, h, residuals, flags, node = [one], [one], [], 0, 0
+    while True:
+        target, children = tree.target_law(node), tree.children(node)
+        token = tree.token_ids[children[0]] if children else -1
+        draft = target * 0
+        if token != -1:
+            known = tree.draft_law(node)
+            draft = draft + np.array([one * (v == token) for v in range(len(target))]) if known is None else known
+        residuals.append(positive_part(rho[-1] * target - draft))
+        if node > 0:
+            Z = residuals[-1].sum()
+            h.append(rho[-1] if token == -1 else one if Z == 0 and rho[-1] == one else Z / (Z + one - rho[-1]))
+        if token == -1:
+            return rho, h, residuals, flags
+        flags |= _range_flags([token], len(target))
+        q = mass(draft, token)
+        flags |= DRAFT_MASS if 0 <= token < len(target) and not q > 0 else 0
+        following = min(one, rho[-1] * mass(target, token) / q) if q > 0 else one * 0
+        if not following > 0:  # no cut behind a draft without target mass
+            return rho, h, residuals, flags
+        rho.append(following)
+        node = children[0]
 
 
 def verify_block(tree: Tree, dice: Any) -> Outcome:
     """Block verification of a chain: tau is the last i whose own coin is at most h_i."""
-    _, h, residuals = block_ratios(tree)
+    _, h, residuals, flags = block_ratios(tree)
     tau = 0
     for i in range(1, len(h)):
         if dice.coin(h[i], node=i, depth=i, purpose=rng.BLOCK):
             tau = i
-    weights = residuals[tau] if sum(residuals[tau]) > 0 else tree.target_law(tau)
+    weights = residuals[tau]
+    if not sum(weights) > 0:
+        weights, flags = tree.target_law(tau), flags | ZERO_RESIDUAL
     tokens = [tree.token_ids[i] for i in range(1, tau + 1)]
-    return Outcome([*tokens, dice.pick(weights, depth=tau)], list(range(tau + 1)))
+    return Outcome([*tokens, dice.pick(weights, depth=tau)], list(range(tau + 1)), flags)
 
 
 def typical_threshold(target: np.ndarray, epsilon: float, delta: float) -> float:

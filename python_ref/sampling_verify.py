@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from python_ref import sampling_rules
-from python_ref.sampling import DEAD_ROW, Parameters, draft_law, edited_logits, target_law
+from python_ref.sampling import DEAD_ROW, TOKEN_RANGE, Parameters, draft_law, target_law
 from python_ref.sampling_dice import PhiloxDice
 from python_ref.sampling_rules import Outcome, Tree
 
@@ -46,6 +46,8 @@ def verify_request(
         edits = None if bias is None else bias[node]
         found, seen = target_law(logits[node], parameters, allowed=mask, bias=edits, vocab_size=vocab_size)
         flags |= seen
+        if seen & DEAD_ROW:
+            tree.dead.add(node)
         return found[:valid]
 
     def drafter(node: int) -> np.ndarray | None:
@@ -64,7 +66,8 @@ def verify_request(
     if method == "coupled":
         out = sampling_rules.verify_coupled(tree, dice)
     elif method == "block":
-        out = sampling_rules.verify_block(tree, dice)
+        # on greedy rows block and chain rule agree
+        out = (sampling_rules.verify_tree if parameters.greedy else sampling_rules.verify_block)(tree, dice)
     elif method == "typical":
         out = _verify_typical(tree, dice, epsilon, delta)
     else:
@@ -74,33 +77,52 @@ def verify_request(
 
 
 def _verify_typical(tree: Tree, dice: PhiloxDice, epsilon: float, delta: float) -> Outcome:
-    """The first child that passes the bar, in order, depth after depth; then the law of the last row."""
-    out, node, depth = Outcome(), 0, 0
-    while True:
-        target = tree.target_law(node)
+    """The deepest node whose whole path passes the bar, the first one among equals; then the law of its row."""
+    out, depth, best = Outcome(), {0: 0}, 0
+    for node in range(1, len(tree.parents)):
+        parent, token = tree.parents[node], tree.token_ids[node]
+        if parent not in depth or token == -1:
+            continue
+        target = tree.target_law(parent)
+        out.flags |= TOKEN_RANGE * (not -1 <= token < len(target))
         bar = sampling_rules.typical_threshold(target, epsilon, delta)
-        passed = [c for c in tree.children(node) if sampling_rules.mass(target, tree.token_ids[c]) > bar]
-        if not passed:
-            out.tokens.append(dice.pick(target, depth=depth))
-            return out
-        node, depth = passed[0], depth + 1
-        out.nodes.append(node)
-        out.tokens.append(tree.token_ids[node])
+        dice.margin = min(dice.margin, abs(sampling_rules.mass(target, token) - bar))
+        if parent not in tree.dead and sampling_rules.mass(target, token) > bar:
+            depth[node] = depth[parent] + 1
+            best = node if depth[node] > depth[best] else best
+    out.nodes, node = [], best
+    while node >= 0:
+        out.nodes.insert(0, node)
+        node = tree.parents[node]
+    out.tokens = [tree.token_ids[node] for node in out.nodes[1:]]
+    out.tokens.append(dice.pick(tree.target_law(best), depth=depth[best]))
+    return out
 
 
-def logprobs(logits: np.ndarray, outcome: Outcome, parameters: Parameters, **edits) -> tuple[list[float], list[float]]:
-    """(raw, processed) natural logs of the emitted tokens: raw at temperature 1 without filters and edits."""
+def logprobs(
+    logits: np.ndarray,
+    outcome: Outcome,
+    parameters: Parameters,
+    allowed: np.ndarray | None = None,
+    bias: Sequence[dict[int, float]] | None = None,
+    vocab_size: int | None = None,
+) -> tuple[list[float], list[float]]:
+    """(raw, processed) natural logs of the emitted tokens.
+
+    Raw: the untouched row at temperature 1. Processed: the law the token was drawn from; a greedy row reports its
+    edited logits at temperature 1, since its own law would say 0 for every token."""
+    shape = Parameters() if parameters.greedy else parameters
     raw, processed = [], []
     for node, token in zip(outcome.nodes, outcome.tokens):
-        row, flags = edited_logits(logits[node])
-        finite = np.exp(row - row.max()) if not flags & DEAD_ROW else np.ones_like(row)
-        raw.append(float(np.log(finite[token] / finite.sum())))
-        allowed = edits.get("allowed")
+        plain, _ = target_law(logits[node], vocab_size=vocab_size)
         law, _ = target_law(
             logits[node],
-            parameters,
+            shape,
             allowed=None if allowed is None else allowed[node],
-            vocab_size=edits.get("vocab_size"),
+            bias=None if bias is None else bias[node],
+            vocab_size=vocab_size,
         )
-        processed.append(float(np.log(law[token])))
+        with np.errstate(divide="ignore"):
+            raw.append(float(np.log(plain[token])))
+            processed.append(float(np.log(law[token])))
     return raw, processed

@@ -45,9 +45,7 @@ def test_BT_03_placeholders_are_not_drafts(method, blank, backend: Backend):
     out = one(backend, log([[0, 0, 1]] * 3), [0, blank, blank], chain(2), method=method)
     assert emitted(out) == [2]
     assert path(out) == [0]
-    expected = 0 if blank == -1 or method == "coupled" else sk.Flag.TOKEN_RANGE
-    if method != "coupled":
-        assert int(out.flags) == expected
+    assert int(out.flags) == (0 if blank == -1 else sk.Flag.TOKEN_RANGE)
     if method != "block":
         out = one(backend, log([[0, 0, 1]] * 3), [0, blank, 2], [-1, 0, 0], method=method)
         assert emitted(out) == [2, 2]  # the later sibling is still tried

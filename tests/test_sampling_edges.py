@@ -233,7 +233,8 @@ def test_inputs_are_untouched(method, form, backend: Backend):
 
 BAD = {
     "method": dict(method="clamp"),
-    "draft_rows": dict(method="rejection", draft_logits=torch.zeros(1, 5)),
+    "draft_rows": dict(method="rejection", draft_logits=torch.zeros(1, 5), draft_rows=ints([-1, 0, 0])),
+    "draft_logits": dict(method="rejection", draft_rows=ints([-1, 0])),
     "uniforms": dict(method="rejection", uniforms=torch.rand(9)),
     "return_logprobs": dict(method="rejection", return_logprobs="all"),
     "vocab_size": dict(method="rejection", vocab_size=9),
@@ -266,4 +267,4 @@ def test_block_on_a_tree_is_a_fault_of_that_request(backend: Backend):
     out = verify(backend, torch.zeros(6, 5), ints([0, 1, 2] * 2), tree, sampling, method="block")
     assert int(out.flags[0]) & sk.Flag.TREE
     assert int(out.flags[1]) == 0
-    assert path(out, 0) == [0]
+    assert 0 <= emitted(out, 0)[-1] < 5

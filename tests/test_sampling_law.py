@@ -94,7 +94,7 @@ def test_canonical_chain_vector():
         assert rest.sum() == pytest.approx(mass, abs=1e-9)
         np.testing.assert_allclose(rest / rest.sum(), [residual.get(v, 0) for v in range(8)], atol=1e-9)
     tree = sampling_rules.Tree([-1, 0, 1], [0, 1, 3], lambda node: p[node], lambda node: q[node])
-    rho, h, residuals = sampling_rules.block_ratios(tree)
+    rho, h, residuals, _ = sampling_rules.block_ratios(tree)
     np.testing.assert_allclose(rho, [1, 0.224306190, 0.055085463], atol=1e-9)
     np.testing.assert_allclose(h, [1, 0.116901006, 0.055085463], atol=1e-9)
     assert residuals[1].sum() == pytest.approx(0.102683150, abs=1e-9)
