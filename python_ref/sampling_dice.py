@@ -94,6 +94,14 @@ def gumbel_row(vocab: int, seed: int, position: int, purpose: int, salt: int = 0
     return noise
 
 
+def draft_salt(path: int, step: int) -> int:
+    """Salt of a draft draw: branches at one depth and repeated steps get independent noise; (0, 0) stays 0."""
+    h = (path * 0x9E3779B1 + step * 0x85EBCA77) & rng.MASK
+    h = (h ^ (h >> 16)) * 0x85EBCA6B & rng.MASK
+    h = (h ^ (h >> 13)) * 0xC2B2AE35 & rng.MASK
+    return h ^ (h >> 16)
+
+
 class PhiloxDice:
     """The ops' own randomness in float64.
 

@@ -57,12 +57,12 @@ class SweepDice(PhiloxDice):
         return min(max(threshold + self.sides.choice([-EPSILON, EPSILON]), 0.0), 1 - 2.0**-24)
 
     def coin(self, ratio: float, *, node: int, **key: int) -> bool:
-        if 0 < ratio < 1:
+        if ratio <= 0:  # a difference of equal laws may round to 1e-9; exact zeros: RS-01
+            self.chosen[node] = EPSILON
+        elif ratio < 1 - EPSILON:
             self.chosen[node] = self._near(ratio)
-        elif ratio <= 0:  # certain decisions get the coin most likely to break them
-            self.chosen[node] = 0.0
-        else:
-            self.chosen[node] = 1 - (EPSILON if ratio < 1 + EPSILON else 2.0**-24)
+        else:  # certain, with the coin most likely to break it
+            self.chosen[node] = 1 - (2.0**-24 if ratio > 1 + EPSILON else 3 * EPSILON)
         return self.chosen[node] < ratio
 
     def bucket(self, masses: Sequence[float], *, node: int, **key: int) -> int | None:
@@ -145,3 +145,46 @@ def compare(
         assert int(found.flags[index]) == right.flags, what
     assert compared > 0.98 * len(requests), f"only {compared} of {len(requests)} decisions are clear"
     return compared
+
+
+def random_tree(rng: random.Random, nodes: int, widest: int) -> list[int]:
+    parents = [-1]
+    while len(parents) < nodes:
+        parent = rng.randrange(len(parents))
+        if parents.count(parent) < widest:
+            parents.append(parent)
+    return parents
+
+
+def random_request(rng: random.Random, vocab: int, nodes: int, *, mixed: bool = True, edits: bool = True) -> Request:
+    """A random tree; below each node the siblings are drawn from a draft row or deterministic."""
+    draws = np.random.default_rng(rng.randrange(2**32))
+    parents = random_tree(rng, nodes, min(3, vocab - 1))
+    tokens, draft_of, seen = [0] * nodes, [-1] * nodes, {}
+    deterministic = {node: mixed and rng.random() < 0.3 for node in range(nodes)}
+    draft = draws.normal(0, 1.5, (nodes, vocab)).astype(np.float32)
+    for node in range(1, nodes):
+        parent = parents[node]
+        likely = np.argsort(-draft[parent])[: max(6, vocab // 100)].tolist()
+        tokens[node] = rng.choice([t for t in likely if t not in seen.setdefault(parent, set())])
+        seen[parent].add(tokens[node])
+        draft_of[node] = -1 if deterministic[parent] else parent
+        if rng.random() < 0.05:
+            tokens[node] = -1
+    parameters = Parameters(
+        rng.choice([0.0, 0.5, 1.0, 1.0, 1.7]),
+        rng.choice([0, 0, 3, vocab]),
+        rng.choice([1.0, 1.0, 0.83]),
+        rng.choice([0.0, 0.0, 0.07]),
+    )
+    allowed = draws.integers(-(2**31), 2**31, (nodes, (vocab + 31) // 32)).astype(np.int32)
+    allowed |= np.int32(1 << rng.randrange(min(vocab, 31)))
+    bias = [
+        {rng.randrange(vocab): rng.choice([-np.inf, -1.5, 0.75, 2.0]) for _ in range(rng.randrange(3))}
+        for _ in range(nodes)
+    ]
+    return Request(
+        (draft + draws.normal(0, 0.7, (nodes, vocab))).astype(np.float32), tokens, parents, draft, draft_of,
+        parameters, Parameters(temperature=rng.choice([0.8, 1.0])), rng.randrange(-(2**63), 2**63),
+        rng.choice([0, 17, 2**31, 2**40]), rng.randrange(3), allowed if edits else None, bias if edits else None,
+    )  # fmt: skip

@@ -220,7 +220,7 @@ def test_inputs_are_untouched(method, form, backend: Backend):
     ids = ints([0, 1, 2, 0, 3, 4])
     inputs = {"logits": logits, "ids": ids, **{k: v for k, v in options.items() if isinstance(v, torch.Tensor)}}
     inputs |= {f"bias{i}": t for i, t in enumerate(options["bias"])}
-    inputs |= {f"tree.{k}": v for k, v in vars(tree).items() if isinstance(v, torch.Tensor)}
+    inputs |= {f"tree.{k}": v for k, v in tree._asdict().items() if isinstance(v, torch.Tensor)}
     inputs |= {f"sampling.{k}": v for k, v in vars(sampling).items() if isinstance(v, torch.Tensor)}
     placed = {name: value.to(backend.device) for name, value in inputs.items()}
     before = {name: value.clone() for name, value in placed.items()}
@@ -237,7 +237,7 @@ BAD = {
     "draft_logits": dict(method="rejection", draft_rows=ints([-1, 0])),
     "uniforms": dict(method="rejection", uniforms=torch.rand(9)),
     "return_logprobs": dict(method="rejection", return_logprobs="all"),
-    "vocab_size": dict(method="rejection", vocab_size=9),
+    "vocab_size": dict(method="rejection", vocab_size=0),
     "allowed": dict(method="rejection", allowed=torch.zeros(2, 3, dtype=torch.int32)),
 }
 

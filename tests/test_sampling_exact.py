@@ -18,7 +18,7 @@ from python_ref import sampling as ref
 from python_ref.sampling import Parameters
 from tests.conftest import Backend
 from tests.sampling_helpers import chain, emitted, floats, ints, log, one, path
-from tests.sampling_requests import Request, compare, sweep
+from tests.sampling_requests import Request, compare, random_request, sweep
 
 FORMS = ["eager", "lazy"]
 
@@ -78,48 +78,6 @@ def test_siblings_by_enumeration(method, vocab, k, form, backend: Backend):
                 request = Request(rows, [0, *tokens], [-1] + [0] * k, log([draft]), drawn, seed=number)
                 requests.append(sweep(request, method, rng))
     compare(backend, requests, method, form=form)
-
-
-def random_tree(rng: random.Random, nodes: int, widest: int) -> list[int]:
-    parents = [-1]
-    while len(parents) < nodes:
-        parent = rng.randrange(len(parents))
-        if parents.count(parent) < widest:
-            parents.append(parent)
-    return parents
-
-
-def random_request(rng: random.Random, vocab: int, nodes: int, *, mixed: bool = True, edits: bool = True) -> Request:
-    """A random tree; below each node the siblings are drawn from a draft row or deterministic."""
-    draws = np.random.default_rng(rng.randrange(2**32))
-    parents = random_tree(rng, nodes, min(3, vocab - 1))
-    tokens, draft_of, seen = [0] * nodes, [-1] * nodes, {}
-    deterministic = {node: mixed and rng.random() < 0.3 for node in range(nodes)}
-    draft = draws.normal(0, 1.5, (nodes, vocab)).astype(np.float32)
-    for node in range(1, nodes):
-        parent = parents[node]
-        tokens[node] = rng.choice([t for t in range(vocab) if t not in seen.setdefault(parent, set())])
-        seen[parent].add(tokens[node])
-        draft_of[node] = -1 if deterministic[parent] else parent
-        if rng.random() < 0.05:
-            tokens[node] = -1
-    parameters = Parameters(
-        rng.choice([0.0, 0.5, 1.0, 1.0, 1.7]),
-        rng.choice([0, 0, 3, vocab]),
-        rng.choice([1.0, 1.0, 0.83]),
-        rng.choice([0.0, 0.0, 0.07]),
-    )
-    allowed = draws.integers(-(2**31), 2**31, (nodes, (vocab + 31) // 32)).astype(np.int32)
-    allowed |= np.int32(1 << rng.randrange(min(vocab, 31)))
-    bias = [
-        {rng.randrange(vocab): rng.choice([-np.inf, -1.5, 0.75, 2.0]) for _ in range(rng.randrange(3))}
-        for _ in range(nodes)
-    ]
-    return Request(
-        (draft + draws.normal(0, 0.7, (nodes, vocab))).astype(np.float32), tokens, parents, draft, draft_of,
-        parameters, Parameters(temperature=rng.choice([0.8, 1.0])), rng.randrange(-(2**63), 2**63),
-        rng.choice([0, 17, 2**31, 2**40]), rng.randrange(3), allowed if edits else None, bias if edits else None,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("vocab", [5, 37])

@@ -72,9 +72,12 @@ def test_garbage_behind_the_active_rows(method, backend: Backend):
     ids = ints([t for r in requests for t in r.token_ids] + [2**31 - 1] * extra)
     tree = tree_tensors([list(r.parents) for r in requests], backend.device)
     filler = torch.full((extra,), 2**30, dtype=torch.int32, device=backend.device)
-    for name in ("parents", "depths", "positions", "first_child", "next_sibling"):
-        setattr(tree, name, torch.cat([getattr(tree, name), filler]))
-    tree.tree_mask = torch.cat([tree.tree_mask, tree.tree_mask.new_full((extra, tree.tree_mask.shape[1]), -1)])
+    longer = {
+        name: torch.cat([getattr(tree, name), filler])
+        for name in ("parents", "depths", "positions", "first_child", "next_sibling")
+    }
+    mask = torch.cat([tree.tree_mask, tree.tree_mask.new_full((extra, tree.tree_mask.shape[1]), -1)])
+    tree = tree._replace(tree_mask=mask, **longer)
     offset, rows, options = 0, [], {}
     for request in requests:
         rows += [row + offset if row >= 0 else -1 for row in request.draft_of]
