@@ -135,7 +135,7 @@ def folded_law(law: np.ndarray, groups: int) -> np.ndarray:
 
 def numpy_verifier(rule: str = "right", deterministic: bool = False, temperature: float = 1.0) -> Callable:
     """A batched verifier in NumPy. `rule`: "right", or a known wrong one: "same_laws", "zero_only",
-    "not_renormalised", "target_residual" (recovers from p), "always" (coins fixed at 0)."""
+    "not_renormalised", "w_stays_one" (the rule for draws with replacement), "target_residual" (recovers from p), "always" (coins fixed at 0)."""
 
     def verify(state: State) -> tuple[np.ndarray, np.ndarray]:
         p_all = softmax(state.rows(state.model.target_logits), temperature)
@@ -157,7 +157,7 @@ def numpy_verifier(rule: str = "right", deterministic: bool = False, temperature
                 u = np.zeros(len(who)) if rule == "always" else state.rng.random(len(who))
                 if deterministic:
                     ratio = weights[index, x] / weights.sum(1)
-                elif rule in ("right", "target_residual", "always"):
+                elif rule in ("right", "target_residual", "always", "w_stays_one"):
                     ratio = weights[index, x] / Z * W / q[index, x]
                 elif rule == "same_laws":
                     ratio = p[index, x] / q[index, x]
@@ -170,10 +170,10 @@ def numpy_verifier(rule: str = "right", deterministic: bool = False, temperature
                 open_ &= ~hit
                 if deterministic:
                     weights[index, x] = 0
-                elif rule in ("right", "always"):
+                elif rule in ("right", "always", "w_stays_one"):
                     c += Z / W
                     weights = np.maximum(p - c[:, None] * q, 0)
-                    Z, W = weights.sum(1), W - q[index, x]
+                    Z, W = weights.sum(1), W - (rule != "w_stays_one") * q[index, x]
                 elif rule == "same_laws":
                     weights = np.maximum(p - q, 0)
                 elif rule == "not_renormalised":

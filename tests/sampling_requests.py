@@ -54,7 +54,8 @@ class SweepDice(PhiloxDice):
         self.sides, self.chosen = sides, [sides.random() for _ in request.parents]
 
     def _near(self, threshold: float) -> float:
-        return min(max(threshold + self.sides.choice([-EPSILON, EPSILON]), 0.0), 1 - 2.0**-24)
+        side = self.sides.choice([-EPSILON, EPSILON])
+        return threshold + (side if EPSILON <= threshold + side <= 1 - EPSILON else -side)
 
     def coin(self, ratio: float, *, node: int, **key: int) -> bool:
         if ratio <= 0:  # a difference of equal laws may round to 1e-9; exact zeros: RS-01
