@@ -135,7 +135,8 @@ def folded_law(law: np.ndarray, groups: int) -> np.ndarray:
 
 def numpy_verifier(rule: str = "right", deterministic: bool = False, temperature: float = 1.0) -> Callable:
     """A batched verifier in NumPy. `rule`: "right", or a known wrong one: "same_laws", "zero_only",
-    "not_renormalised", "w_stays_one" (the rule for draws with replacement), "target_residual" (recovers from p), "always" (coins fixed at 0)."""
+    "not_renormalised", "w_stays_one" (the rule for draws with replacement), "target_residual" (recovers from p),
+    "always" (coins fixed at 0)."""
 
     def verify(state: State) -> tuple[np.ndarray, np.ndarray]:
         p_all = softmax(state.rows(state.model.target_logits), temperature)
