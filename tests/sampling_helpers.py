@@ -92,7 +92,7 @@ def bit_rows(allowed: Sequence[Sequence[int]], vocab: int, device: str = "cpu") 
     for row, ids in enumerate(allowed):
         for token in ids:
             words[row, token // 32] |= np.uint32(1 << (token % 32))
-    return torch.as_tensor(words.view(np.int32)).to(device)
+    return torch.tensor(words.view(np.int32).tolist(), dtype=torch.int32, device=device).view(words.shape)
 
 
 def verify(backend: Backend, logits: Any, token_ids: Any, tree: Any, sampling: Any, **options: Any) -> Any:

@@ -54,16 +54,17 @@ class State:
         return table[np.maximum(self.token_ids, 0)]
 
 
-def gumbel_draw(temperature: float = 1.0, shape: Callable[[np.ndarray], np.ndarray] | None = None) -> Callable:
-    """Siblings without replacement from the draft law at `temperature`, in draw order (Gumbel top-k)."""
+def gumbel_draw(temperature: float = 1.0, table: Callable[[Markov], np.ndarray] | None = None) -> Callable:
+    """Siblings without replacement, in draw order (Gumbel top-k), from the draft law at `temperature`, or from
+    `table(model)` [V, V] of probabilities; -1 where that law has fewer than k tokens."""
 
     def draw(state: State, node: int, k: int) -> np.ndarray:
-        logits = state.model.draft_logits[state.token_ids[:, node]] / temperature
-        if shape is not None:
-            with np.errstate(divide="ignore"):
-                logits = np.log(shape(logits))
-        scores = logits + state.rng.gumbel(size=logits.shape)
-        return np.argsort(-scores, axis=1)[:, :k]
+        with np.errstate(divide="ignore"):
+            logits = state.model.draft_logits / temperature if table is None else np.log(table(state.model))
+        scores = logits[state.token_ids[:, node]]
+        scores = scores + state.rng.gumbel(size=scores.shape)
+        ids = np.argsort(-scores, axis=1)[:, :k]
+        return np.where(np.isneginf(np.take_along_axis(scores, ids, 1)), -1, ids)
 
     return draw
 
