@@ -16,7 +16,8 @@ $(VENV)/.installed: requirements.txt requirements-nodeps.txt
 	touch $@
 
 $(VENV)/.built: $(VENV)/.installed setup.py pyproject.toml $(wildcard csrc/*.cpp csrc/*/*)
-	TORCH_CUDA_ARCH_LIST="$(ARCHS)" $(PY) setup.py build_ext --inplace > $(VENV)/build.log 2>&1 || \
+	@echo "building the op libraries (log: $(VENV)/build.log)"
+	@TORCH_CUDA_ARCH_LIST="$(ARCHS)" $(PY) setup.py build_ext --inplace > $(VENV)/build.log 2>&1 || \
 	  { grep -m1 -n -A8 -E 'error:|Error ' $(VENV)/build.log || tail -40 $(VENV)/build.log; echo "build failed; whole log: $(VENV)/build.log"; exit 1; }
 	@grep -m1 -o 'setup: torch.*' $(VENV)/build.log
 	touch $@

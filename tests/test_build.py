@@ -139,7 +139,8 @@ def test_IN_03_first_compiler_error_is_quoted(tmp_path: Path):
     source = next((copy / "csrc").glob("*/*_cpu.cpp"))
     source.write_text('#include "a_header_that_is_missing.h"\n' + source.read_text())
     (copy / ".venv").mkdir()
-    (copy / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
+    for part in ("bin", "lib", "pyvenv.cfg"):
+        (copy / ".venv" / part).symlink_to(Path(sys.prefix) / part)
     (copy / ".venv" / ".installed").touch()
     result = subprocess.run(
         ["make", "build"], cwd=copy, capture_output=True, text=True, env={**os.environ, "SPECDEC_BUILD_CUDA": "0"}
