@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from specdec_kernels.advisor import tokenizer_check as tc
 from specdec_kernels.advisor import vocabulary as vb
 from specdec_kernels.advisor.draft_map import draft_to_target
+from specdec_kernels.advisor.selection import CostTable, choose_num_drafts
 
 TARGET = {0: b"<s>", 1: b"a", 2: b"b", 3: b"ab"}
 
@@ -81,3 +83,29 @@ def test_VT_05_conversion_through_a_tokenizer_that_prepends_bos_adds_nothing():
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     assert tokenizer.encode("ab").ids == [0, 3]  # what re-encoding draft text would give
     assert tc.convert_drafts([0, 1], {0: b"a", 1: b"b"}, tokenizer) == [3]
+
+
+# ---- PF-04
+
+PF_04 = CostTable({1: {0: 10.0, 1: 10.2, 3: 10.5}, 64: {0: 20.0, 1: 34.0, 3: 60.0}}, draft_time=1.0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_drafts", "per_token"),
+    [(1, 3, {0: 10.0, 1: 7.467, 3: 7.2}), (64, 0, {0: 20.0, 1: 23.333, 3: 33.6})],
+)
+def test_PF_04_says_no_drafts_at_large_batches(batch, num_drafts, per_token):
+    choice = choose_num_drafts(PF_04, 0.5, batch)
+    assert choice.num_drafts == num_drafts
+    assert choice.time_per_token == pytest.approx(per_token, abs=1e-3)
+
+
+@pytest.mark.parametrize(("batch", "expected"), [(1, 3), (64, 0)])
+def test_PF_04_no_flapping_when_estimates_wobble_by_two_percent(batch, expected):
+    rng = np.random.default_rng(0)
+    current = None
+    for _ in range(500):
+        rows = {b: {k: t * rng.uniform(0.98, 1.02) for k, t in row.items()} for b, row in PF_04.verify_time.items()}
+        table = CostTable(rows, 1.0 * rng.uniform(0.98, 1.02))
+        current = choose_num_drafts(table, 0.5 * rng.uniform(0.98, 1.02), batch, current).num_drafts
+        assert current == expected
