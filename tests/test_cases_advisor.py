@@ -8,7 +8,9 @@ import torch
 
 from specdec_kernels.advisor import tokenizer_check as tc
 from specdec_kernels.advisor import vocabulary as vb
+from specdec_kernels.advisor.acceptance import AcceptanceCounts, StepRecord
 from specdec_kernels.advisor.draft_map import draft_to_target
+from specdec_kernels.advisor.rollout import overlap
 from specdec_kernels.advisor.selection import CostTable, choose_num_drafts
 
 TARGET = {0: b"<s>", 1: b"a", 2: b"b", 3: b"ab"}
@@ -109,3 +111,66 @@ def test_PF_04_no_flapping_when_estimates_wobble_by_two_percent(batch, expected)
         table = CostTable(rows, 1.0 * rng.uniform(0.98, 1.02))
         current = choose_num_drafts(table, 0.5 * rng.uniform(0.98, 1.02), batch, current).num_drafts
         assert current == expected
+
+
+# ---- VT-03
+
+
+@pytest.mark.parametrize("filler", [0.0, 50.0])
+def test_VT_03_narrower_and_wider_draft_heads(filler):
+    """Acceptance sees real tokens only: padding with logit 0 would have mass, and mass behind the target's end too."""
+    law = torch.tensor([0.1, 0.2, 0.3, 0.15, 0.25], dtype=torch.float64)
+    other = torch.tensor([0.3, 0.1, 0.2, 0.2, 0.2], dtype=torch.float64)
+    right = float(torch.minimum(law, other).sum())
+    padding = torch.full((3,), filler, dtype=torch.float64)
+    padded, narrow = torch.cat([law.log(), padding]), other.log()
+    assert float(overlap(padded, narrow, vocab_size=5)) == pytest.approx(right)
+    assert float(overlap(narrow, padded)) == pytest.approx(right)
+    eight = torch.tensor([0.1, 0.2, 0.3, 0.1, 0.1, 0.05, 0.05, 0.1], dtype=torch.float64)
+    assert float(overlap(eight.log(), narrow)) == pytest.approx(float(torch.minimum(eight[:5], other).sum()))
+
+
+# ---- ME-01 to ME-03
+
+
+def test_ME_01_counts_are_never_negative():
+    counts = AcceptanceCounts()
+    history = []
+    for record in (
+        StepRecord.from_emitted("r", num_drafted=3, num_emitted=0),  # an error row: nothing returned
+        StepRecord("r", num_drafted=3, failed=True),  # aborted in mid-step
+        StepRecord.from_emitted("r", num_drafted=3, num_emitted=1),
+        StepRecord.from_emitted("r", num_drafted=3, num_emitted=4),
+    ):
+        counts.add(record)
+        history.append([counts.steps, counts.failed_steps, counts.drafted, counts.accepted, counts.emitted])
+    assert history == [[0, 1, 0, 0, 0], [0, 2, 0, 0, 0], [1, 2, 3, 0, 1], [2, 2, 6, 3, 5]]
+
+
+@pytest.mark.parametrize(
+    ("record", "drafted", "masked", "accepted", "emitted"),
+    [
+        (StepRecord("r", num_drafted=5 - 1, num_accepted=2, depth=2), 4, 0, 2, 3),  # tree of 5 nodes, root included
+        (StepRecord("r", num_drafted=3, num_masked=3), 3, 3, 0, 1),
+        (StepRecord("r", num_drafted=0), 0, 0, 0, 1),
+        (StepRecord("r", num_drafted=4, num_accepted=4, num_emitted=2), 4, 0, 2, 2),  # max_tokens cuts the block
+    ],
+)
+def test_ME_02_what_counts_as_drafted(record, drafted, masked, accepted, emitted):
+    counts = AcceptanceCounts()
+    counts.add(record)
+    assert (counts.steps, counts.drafted, counts.masked) == (1, drafted, masked)
+    assert (counts.accepted, counts.emitted) == (accepted, emitted)
+    assert counts.accepted <= counts.emitted
+    assert np.isnan(counts.accepted_over_drafted) == (drafted == 0)  # no division by zero
+
+
+def test_ME_03_token_weighted_rates():
+    counts = AcceptanceCounts()
+    counts.add(StepRecord("a", num_drafted=4, num_accepted=4))
+    counts.add(StepRecord("b", num_drafted=1, num_accepted=0))
+    assert counts.accepted_over_drafted == 4 / 5
+    assert counts.accepted_length == 3.0
+    assert counts.acceptance_per_position.tolist() == [0.5, 1, 1, 1]
+    shards = [AcceptanceCounts(drafted=100, accepted=90), AcceptanceCounts(drafted=10, accepted=1)]
+    assert (shards[0] + shards[1]).accepted_over_drafted == (shards[1] + shards[0]).accepted_over_drafted == 91 / 110
