@@ -90,6 +90,7 @@ class Claim:
             "axes.spines.top": False,
             "axes.spines.right": False,
             "axes.grid": True,
+            "axes.axisbelow": True,
             "grid.color": "#e6e6e6",
             "axes.edgecolor": "#888888",
             "legend.frameon": False,

@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tpot = float((per_token[:, 1] / per_token[:, 0]).mean())
     with claim.plot("P99 latency at .60 over that at .75", "load at acceptance .75", "ratio of P99") as axes:
         for i, slots in enumerate(SLOTS):
-            axes.plot(loads, ratios[i].mean(-1), "o-", ms=4, label=f"{slots} slots")
+            axes.plot(loads, ratios[i].mean(-1), "o-", ms=4, label=f"{slots} slot{'s' * (slots > 1)}")
         axes.axhline(2, color="#888888", lw=1, ls=":")
         axes.axhline(ratio, color="#888888", lw=1, label=f"tokens a step alone: x{ratio:.2f}")
         axes.axvline(1 / ratio, color="#888888", lw=1, ls="--", label="at .60 the slots are full")
