@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from specdec_kernels import _ops
+from tests import cuda_on_cpu
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -76,6 +77,8 @@ class Backend:
         return {"backend": self.selector}
 
     def require(self, op: str) -> None:
+        if self.name in cuda_on_cpu.BACKENDS:
+            cuda_on_cpu.register()
         if not _ops.supports(op, self.selector or "native", self.device):
             pytest.skip(f"{op}: not built for backend {self.name}")
 
@@ -87,7 +90,7 @@ def _backends() -> list[Backend]:
     found = [Backend("cpu", "cpu", None)]
     if torch.cuda.is_available():
         found.append(Backend("cuda", "cuda", "native"))
-    return found
+    return found + [Backend(name, "cpu", name) for name in cuda_on_cpu.BACKENDS if cuda_on_cpu.missing(name) is None]
 
 
 @pytest.fixture(params=_backends(), ids=repr)

@@ -4,7 +4,10 @@ import importlib
 from typing import Any
 
 # op -> module of this package that defines `impl_<op>` with the schema's arguments
-OPS: dict[str, str] = {}
+OPS: dict[str, str] = {
+    "build_tree": "tree",
+    "chain_tree": "tree",
+}
 
 _loaded: dict[str, Any] = {}  # keeps each Library alive: it unregisters when collected
 

@@ -1,0 +1,92 @@
+// Host side of a CUDA file: stream, device, launch, registration. Includes no torch CUDA header, so it compiles beside
+// a CPU-only torch; the stream comes from a weak symbol that only a CUDA torch defines.
+//
+// The same file compiled by g++ with SPECDEC_EMULATED launches on the CPU (tests/cuda_on_cpu) and registers its ops in
+// another namespace, for CPU tensors.
+#pragma once
+#include <torch/csrc/stable/library.h>
+
+#include "check.h"
+#include "device.cuh"
+
+#if defined(SPECDEC_EMULATED)
+
+#define SPECDEC_STRINGIFY(x) #x
+// SPECDEC_EMULATED_LIBRARY names the namespace of this build's variant.
+#define SPECDEC_CUDA_LIBRARY(m) SPECDEC_CUDA_LIBRARY_(SPECDEC_EMULATED_LIBRARY, m)
+#define SPECDEC_CUDA_LIBRARY_(library, m) STABLE_TORCH_LIBRARY_IMPL(library, CPU, m)
+
+namespace specdec {
+using Stream = int;
+struct DeviceGuard {
+  explicit DeviceGuard(const Tensor&) {}
+};
+inline Stream current_stream(const Tensor&) {
+  return 0;
+}
+inline void allow_shared_memory(const void*, int64_t) {}
+inline void check_launch(const char*) {}
+inline int multiprocessor_count(const Tensor&) {
+  return 4;
+}  // enough to make every split and wave path run
+}  // namespace specdec
+#define SPECDEC_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
+  (static_cast<void>(stream), ::emulated::launch_kernel(#kernel, kernel, grid, block, shared_bytes, __VA_ARGS__))
+
+#else
+
+#include <torch/csrc/stable/c/shim.h>
+
+#define SPECDEC_CUDA_LIBRARY(m) STABLE_TORCH_LIBRARY_IMPL(specdec, CUDA, m)
+
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+
+namespace specdec {
+using Stream = cudaStream_t;
+
+inline void check_cuda(const char* op, cudaError_t status) {
+  if (status != cudaSuccess) throw std::runtime_error(std::string(op) + ": CUDA: " + cudaGetErrorString(status));
+}
+inline void check_launch(const char* op) {
+  check_cuda(op, cudaGetLastError());
+}
+
+// Makes the tensor's device current for its lifetime.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(const Tensor& tensor) {
+    check_cuda("device guard", cudaGetDevice(&before_));
+    if (tensor.get_device_index() != before_) check_cuda("device guard", cudaSetDevice(tensor.get_device_index()));
+  }
+  ~DeviceGuard() { cudaSetDevice(before_); }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int before_ = 0;
+};
+
+inline Stream current_stream(const Tensor& tensor) {
+  void* stream = nullptr;
+  if (!aoti_torch_get_current_cuda_stream) throw std::runtime_error("specdec: this torch has no CUDA");
+  if (aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) != 0)
+    throw std::runtime_error("specdec: torch gave no current CUDA stream");
+  return static_cast<Stream>(stream);
+}
+
+// Kernels with more than 48 KiB of dynamic shared memory must ask for it.
+inline void allow_shared_memory(const void* kernel, int64_t bytes) {
+  if (bytes > 48 << 10)
+    check_cuda("shared memory",
+               cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+}
+inline int multiprocessor_count(const Tensor& tensor) {
+  int count = 0;
+  check_cuda("device", cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, tensor.get_device_index()));
+  return count;
+}
+}  // namespace specdec
+#define SPECDEC_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
+  kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__)
+
+#endif

@@ -1,0 +1,39 @@
+// Planted bugs: faults that tests compile into the shipped kernels to show that the CUDA-on-CPU checks catch them
+// (docs/cuda_on_cpu.md, tests/test_cuda_on_cpu_bugs.py). SPECDEC_PLANTED_BUG is 0 in every real build, and the branches
+// vanish.
+#pragma once
+
+#include "hostdevice.h"
+
+#ifndef SPECDEC_PLANTED_BUG
+#define SPECDEC_PLANTED_BUG 0
+#endif
+
+namespace specdec {
+
+enum class Bug : int {
+  none = 0,
+  no_barrier_before_read = 1,   // shared memory read before the barrier that publishes it
+  no_barrier_before_reuse = 2,  // scratch overwritten while others still read it
+  divergent_barrier = 3,        // a barrier that part of the block reaches elsewhere
+  divergent_shuffle = 4,        // a full-mask shuffle that part of the warp skips
+  no_syncwarp = 5,              // lanes exchange through shared memory without __syncwarp
+  shared_out_of_bounds = 6,
+  global_out_of_bounds = 7,
+  block_race = 8,              // two blocks write the same global rows
+  uninitialised_output = 9,    // rows of an output are left as they were
+  wait_group_off_by_one = 10,  // a tile is used one cp.async group too early
+  refill_too_early = 11,       // a stage is refilled while other warps still read it
+  swapped_mma_operands = 12,   // in the inline PTX only: the source model is right
+  wrong_ldmatrix_address = 13,
+  ticket_without_fence = 14,  // the last block reads partial results it never acquired
+  counter_not_reset = 15,     // the ticket counter is left as the launch ended
+  uninitialised_shared = 16,  // scratch is read where nothing was written
+  missing_wait = 17,          // cp.async copies that are never waited for
+};
+
+SPECDEC_HD constexpr bool planted(Bug bug) {
+  return SPECDEC_PLANTED_BUG == static_cast<int>(bug);
+}
+
+}  // namespace specdec

@@ -1,0 +1,77 @@
+// Reductions over a warp and over a block.
+#pragma once
+#include "device.cuh"
+
+namespace specdec {
+
+constexpr unsigned kFullWarp = 0xffffffffu;
+
+struct Sum {
+  template <class T>
+  __device__ __forceinline__ T operator()(T a, T b) const {
+    return a + b;
+  }
+};
+struct Maximum {
+  template <class T>
+  __device__ __forceinline__ T operator()(T a, T b) const {
+    return a < b ? b : a;
+  }
+};
+struct Minimum {
+  template <class T>
+  __device__ __forceinline__ T operator()(T a, T b) const {
+    return b < a ? b : a;
+  }
+};
+
+// Every lane gets the reduction of all 32. The tree of shuffles is the same in every lane, so a float sum is the same
+// too.
+template <class T, class Operation>
+__device__ __forceinline__ T warp_reduce(T value, Operation operation) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2)
+    value = operation(value, __shfl_xor_sync(kFullWarp, value, distance));
+  return value;
+}
+template <class T>
+__device__ __forceinline__ T warp_sum(T value) {
+  return warp_reduce(value, Sum{});
+}
+template <class T>
+__device__ __forceinline__ T warp_max(T value) {
+  return warp_reduce(value, Maximum{});
+}
+
+// Largest value and the lowest index that holds it.
+struct ValueIndex {
+  float value;
+  int index;
+};
+__device__ __forceinline__ ValueIndex better(ValueIndex a, ValueIndex b) {
+  bool take_b = b.value > a.value || (b.value == a.value && b.index < a.index);
+  return take_b ? b : a;
+}
+__device__ __forceinline__ ValueIndex warp_argmax(ValueIndex mine) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    ValueIndex other{__shfl_xor_sync(kFullWarp, mine.value, distance),
+                     __shfl_xor_sync(kFullWarp, mine.index, distance)};
+    mine = better(mine, other);
+  }
+  return mine;
+}
+
+// Every thread of the block gets the reduction; `scratch` holds one T a warp and may be reused at once.
+template <class T, class Operation>
+__device__ __forceinline__ T block_reduce(T value, Operation operation, T identity, T* scratch) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = (blockDim.x + 31) / 32;
+  value = warp_reduce(value, operation);
+  if (lane == 0) scratch[warp] = value;
+  __syncthreads();
+  value = warp_reduce(lane < num_warps ? scratch[lane] : identity, operation);
+  __syncthreads();  // scratch is free again
+  return value;
+}
+
+}  // namespace specdec

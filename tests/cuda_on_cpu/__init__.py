@@ -1,0 +1,111 @@
+"""Runs the package's CUDA and Triton kernels on the CPU (docs/cuda_on_cpu.md).
+
+    backend            what runs                                         checks
+    emulated           csrc/**/*_cuda.cu compiled by g++ (path A)        races, bounds, initialisation, divergence
+    ptx                nvcc's PTX of the same files, translated (path B) the same, on the code that nvcc emitted
+    triton_interpret   the Triton twins in Triton's interpreter          NumPy semantics
+    triton_ptx         the Triton twins' PTX, translated                 as ptx
+
+`register()` makes them values of `backend=`; `supports(op, backend)` says which ops each can run.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from specdec_kernels import _ops
+from tests.cuda_on_cpu import build
+from tests.cuda_on_cpu.library import Config, EmulationError, Library
+
+__all__ = ["BACKENDS", "Config", "EmulationError", "library", "missing", "register", "run_op", "supports"]
+
+BACKENDS = ("emulated", "ptx", "triton_interpret", "triton_ptx")
+PTX_ARCH = "80"
+
+
+@functools.cache
+def library(variant: str = "race", ptx_arch: str | None = None, bug: int = 0) -> Library:
+    """Build and load every CUDA file of the package.
+
+    variant: "race", "plain" or "asan" (tests/cuda_on_cpu/build.py). ptx_arch: also carry the PTX for this architecture.
+    bug: compile this planted bug in (csrc/common/planted.h).
+    """
+    name = f"specdec_emulated_{variant}" + (f"_sm{ptx_arch}" if ptx_arch else "") + (f"_bug{bug}" if bug else "")
+    defines = (f"SPECDEC_PLANTED_BUG={bug}",) if bug else ()
+    path = build.emulated_library(build.cuda_sources(), name, variant, ptx_arch, defines)
+    _ops.define_namespace(name)
+    torch.ops.load_library(str(path))
+    loaded = Library(path)
+    loaded.namespace = name
+    return loaded
+
+
+def run_op(loaded: Library, op: str, *args: Any) -> None:
+    """Run one op of a loaded library with its tensors as the only global memory; raises EmulationError on any fault."""
+    overload = getattr(getattr(torch.ops, loaded.namespace), op).default
+    named = []
+    for argument, value in zip(overload._schema.arguments, args):
+        writable = argument.alias_info is not None and argument.alias_info.is_write
+        for i, one in enumerate(value if isinstance(value, (list, tuple)) else [value]):
+            if isinstance(one, torch.Tensor):
+                named.append((argument.name + (f"[{i}]" if isinstance(value, (list, tuple)) else ""), one, writable))
+    with loaded.tensors(named):
+        overload(*args)
+
+
+def _has_kernel(namespace: str, op: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"{namespace}::{op}", "CPU")
+
+
+@functools.cache
+def missing(backend: str) -> str | None:
+    """Why `backend` cannot run here at all; None if it can."""
+    if backend in ("emulated", "ptx"):
+        if reason := build.missing():
+            return reason
+        return "no nvcc" if backend == "ptx" and build.nvcc() is None else None
+    from tests.cuda_on_cpu import triton_backends
+
+    return triton_backends.missing()
+
+
+_front: list[torch.library.Library] = []
+
+
+@functools.cache
+def register() -> tuple[str, ...]:
+    """Build what can be built and register it with the package; returns the backends that exist now."""
+    found = tuple(backend for backend in BACKENDS if missing(backend) is None)
+    for backend in found:
+        namespace = f"specdec_{backend}"
+        front = _ops.define_namespace(namespace)
+        _front.append(front)
+        for op in _ops.SCHEMAS:
+            if function := _implementation(backend, op):
+                front.impl(op, function, "CPU")
+        _ops.register_backend(backend, namespace)
+    return found
+
+
+def _implementation(backend: str, op: str) -> Any:
+    if backend in ("emulated", "ptx"):
+        loaded = library("race", PTX_ARCH if missing("ptx") is None else None)
+        if not _has_kernel(loaded.namespace, op):
+            return None
+
+        def run(*args: Any) -> None:
+            with loaded.configured(path="ptx" if backend == "ptx" else "source"):
+                run_op(loaded, op, *args)
+
+        return run
+    from tests.cuda_on_cpu import triton_backends
+
+    return triton_backends.implementation(backend, op)
+
+
+def supports(op: str, backend: str) -> bool:
+    """Whether `op` has a kernel that `backend` can run."""
+    return backend in register() and _has_kernel(f"specdec_{backend}", op)

@@ -1,0 +1,79 @@
+"""A process with TRITON_INTERPRET=1: reads (op, args) pickles from stdin, runs the Triton twin, answers on stdout.
+
+Triton's interpreter keeps bfloat16 as raw 16-bit integers and computes with them, silently wrong. Here tl.dot converts
+its operands to float32 first (what the tensor core does: exact products, float32 sums), and every other arithmetic on
+bfloat16 is refused: kernels must convert to float32 anyway.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import sys
+from typing import Any
+
+import numpy as np
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def guard_bfloat16() -> None:
+    """Make the interpreter right for bfloat16 tl.dot and refuse it elsewhere."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def is_bf16(handle: Any) -> bool:
+        return handle.dtype.scalar == tl.bfloat16
+
+    def as_float32(handle: Any) -> Any:
+        if is_bf16(handle):
+            return (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return handle.data
+
+    plain_dot = InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        if not (is_bf16(a) or is_bf16(b)):
+            return plain_dot(self, a, b, d, *rest)
+        product = np.matmul(as_float32(a), as_float32(b), dtype=np.float32)
+        return TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
+
+    def refusing(name: str) -> Any:
+        plain = getattr(InterpreterBuilder, name)
+
+        def checked(self: Any, *operands: Any) -> Any:
+            if any(hasattr(one, "dtype") and is_bf16(one) for one in operands):
+                raise TypeError("bfloat16 arithmetic is wrong in Triton's interpreter: convert to float32 first")
+            return plain(self, *operands)
+
+        return checked
+
+    InterpreterBuilder.create_dot = create_dot
+    for name in ("binary_op", "unary_op"):
+        setattr(InterpreterBuilder, name, refusing(name))
+
+
+def main() -> None:
+    reader, writer = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # kernels may print; the pipe is ours alone
+    guard_bfloat16()
+    from tests.cuda_on_cpu.triton_backends import named_tensors
+
+    rooms = importlib.import_module("specdec_kernels._triton").OPS
+    while True:
+        try:
+            op, args = pickle.load(reader)
+        except EOFError:
+            return
+        failure = None
+        try:
+            getattr(importlib.import_module(f"specdec_kernels._triton.{rooms[op]}"), f"impl_{op}")(*args)
+        except Exception as error:
+            failure = error if isinstance(error, (ValueError, TypeError)) else RuntimeError(f"{op}: {error!r}")
+        pickle.dump((failure, [tensor for _, tensor, _ in named_tensors(op, args)]), writer)
+        writer.flush()
+
+
+if __name__ == "__main__":
+    main()

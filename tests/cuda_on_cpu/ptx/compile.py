@@ -1,0 +1,64 @@
+"""From CUDA files (nvcc -ptx) or PTX text to object files and libraries of the runtime."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+from tests.cuda_on_cpu import build
+from tests.cuda_on_cpu.ptx.translate import translate
+
+FLAGS = ["-O1", "-Wno-unused-but-set-variable", "-Wno-unused-label", "-Wno-sign-compare"]
+
+
+def ptx_from_cuda(source: Path, arch: str, defines: tuple[str, ...] = ()) -> Path:
+    """`nvcc -ptx` of a CUDA file for `compute_<arch>`."""
+    compiler = build.nvcc()
+    if compiler is None:
+        raise build.BuildError("path B needs nvcc")
+    key = hashlib.sha256(" ".join(defines).encode()).hexdigest()[:8] if defines else "sound"
+    target = build.BUILD / "ptx" / f"sm_{arch}" / key / f"{source.stem}.ptx"
+    includes = [f"-I{build.ROOT / 'csrc'}", *(f.replace("-isystem", "-I") for f in build.torch_flags()[0])]
+    command = [
+        compiler,
+        "-std=c++20",
+        "-O3",
+        "-lineinfo",
+        "-ptx",
+        f"-arch=compute_{arch}",
+        "-DUSE_CUDA=1",
+        "-diag-suppress=20012",
+    ]
+    return build.make(
+        target, [*command, *includes, *(f"-D{d}" for d in defines), "-o", str(target), str(source)], depfile=True
+    )
+
+
+def object_from_ptx(text: str, target: Path, origin: str) -> Path:
+    """Translate PTX and compile the C++; done again only if the translation differs."""
+    cpp = translate(text, origin)
+    generated = target.with_suffix(".cpp")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not generated.exists() or generated.read_text() != cpp:
+        generated.write_text(cpp)
+    return build.compile_cpp(generated, target, FLAGS)
+
+
+def object_from_cuda(source: Path, arch: str, defines: tuple[str, ...] = ()) -> Path:
+    ptx = ptx_from_cuda(source, arch, defines)
+    return object_from_ptx(ptx.read_text(), ptx.with_suffix(".o"), f"{source.name} for sm_{arch}")
+
+
+def library_from_ptx(text: str, name: str) -> Path:
+    """A library that holds the entries of one PTX text and the runtime (Triton kernels)."""
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
+    folder = build.BUILD / "triton"
+    with build.locked():
+        tasks = [
+            *build.runtime_objects("plain"),
+            functools.partial(object_from_ptx, text, folder / f"{name}_{key}.o", name),
+        ]
+        objects = [str(path) for path in build.parallel(tasks)]
+        target = folder / f"lib{name}_{key}.so"
+        return build.make(target, ["g++", "-shared", "-Wl,-Bsymbolic", "-o", str(target), *objects, "-ldl"])

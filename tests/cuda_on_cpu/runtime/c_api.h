@@ -1,0 +1,19 @@
+// The runtime as Python's ctypes sees it.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#define EMULATED_EXPORT __attribute__((visibility("default")))
+extern "C" {
+EMULATED_EXPORT void emulated_configure(int schedule, int landing, int path, uint64_t seed, uint32_t resident_blocks,
+                                        uint32_t preempt, int checks);
+EMULATED_EXPORT void emulated_register_tensor(const void* address, size_t bytes, int writable, const char* name);
+EMULATED_EXPORT void emulated_clear_tensors();
+EMULATED_EXPORT size_t emulated_error_count();
+EMULATED_EXPORT const char* emulated_error(size_t index);
+EMULATED_EXPORT void emulated_clear_errors();
+EMULATED_EXPORT uint64_t emulated_launch_count();
+// Launches a translated PTX kernel by name; 0, or -1 if there is none of that name.
+EMULATED_EXPORT int emulated_launch_entry(const char* name, const uint32_t* grid, const uint32_t* block,
+                                          size_t dynamic_bytes, const void* parameters, size_t bytes);
+}
