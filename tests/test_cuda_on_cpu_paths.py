@@ -68,7 +68,7 @@ def test_result_does_not_depend_on_the_schedule(intrinsics: Library, schedule: s
 @needs_nvcc
 @pytest.mark.parametrize("path", ["source", "ptx"])
 def test_access_outside_a_tensor_names_kernel_line_and_tensor(intrinsics: Library, path: str):
-    with pytest.raises(EmulationError, match=r"0 bytes past the end of 'in'\) at intrinsics\.cu:\d+.*thread 100"):
+    with pytest.raises(EmulationError, match=r"0 bytes past the end of 'in'\) at intrinsics\.cu:\d+.*thread 63 "):
         run(intrinsics, inputs(1), registered=100, path=path)
 
 

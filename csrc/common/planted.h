@@ -1,12 +1,17 @@
 // Planted bugs: faults that tests compile into the shipped kernels to show that the CUDA-on-CPU checks catch them
-// (docs/cuda_on_cpu.md, tests/test_cuda_on_cpu_bugs.py). SPECDEC_PLANTED_BUG is 0 in every real build, and the branches
-// vanish.
+// (docs/cuda_on_cpu.md, tests/test_cuda_on_cpu_bugs.py). In every real build `planted` is false at compile time and the
+// branches vanish. nvcc: -DSPECDEC_PLANTED_BUG=<number>. g++: -DSPECDEC_PLANTED_AT_RUN_TIME, one build for all of them.
 #pragma once
 
 #include "hostdevice.h"
 
 #ifndef SPECDEC_PLANTED_BUG
 #define SPECDEC_PLANTED_BUG 0
+#endif
+#if defined(SPECDEC_PLANTED_AT_RUN_TIME)
+namespace emulated {
+extern int planted_bug;  // set by emulated_plant
+}
 #endif
 
 namespace specdec {
@@ -32,8 +37,14 @@ enum class Bug : int {
   missing_wait = 17,          // cp.async copies that are never waited for
 };
 
+#if defined(SPECDEC_PLANTED_AT_RUN_TIME)
+inline bool planted(Bug bug) {
+  return ::emulated::planted_bug == static_cast<int>(bug);
+}
+#else
 SPECDEC_HD constexpr bool planted(Bug bug) {
   return SPECDEC_PLANTED_BUG == static_cast<int>(bug);
 }
+#endif
 
 }  // namespace specdec

@@ -1,6 +1,7 @@
 // Reductions over a warp and over a block.
 #pragma once
 #include "device.cuh"
+#include "planted.h"
 
 namespace specdec {
 
@@ -70,7 +71,7 @@ __device__ __forceinline__ T block_reduce(T value, Operation operation, T identi
   if (lane == 0) scratch[warp] = value;
   __syncthreads();
   value = warp_reduce(lane < num_warps ? scratch[lane] : identity, operation);
-  __syncthreads();  // scratch is free again
+  if (!planted(Bug::no_barrier_before_reuse)) __syncthreads();  // scratch is free again
   return value;
 }
 

@@ -27,15 +27,14 @@ PTX_ARCH = "80"
 
 
 @functools.cache
-def library(variant: str = "race", ptx_arch: str | None = None, bug: int = 0) -> Library:
+def library(variant: str = "race", ptx_arch: str | None = None) -> Library:
     """Build and load every CUDA file of the package.
 
-    variant: "race", "plain" or "asan" (tests/cuda_on_cpu/build.py). ptx_arch: also carry the PTX for this architecture.
-    bug: compile this planted bug in (csrc/common/planted.h).
+    variant: "race", "plain", "planted" or "asan" (tests/cuda_on_cpu/build.py). ptx_arch: also carry the translated PTX
+    for this architecture ("80", "90a").
     """
-    name = f"specdec_emulated_{variant}" + (f"_sm{ptx_arch}" if ptx_arch else "") + (f"_bug{bug}" if bug else "")
-    defines = (f"SPECDEC_PLANTED_BUG={bug}",) if bug else ()
-    path = build.emulated_library(build.cuda_sources(), name, variant, ptx_arch, defines)
+    name = f"specdec_emulated_{variant}" + (f"_sm{ptx_arch}" if ptx_arch else "")
+    path = build.emulated_library(build.cuda_sources(), name, variant, ptx_arch)
     _ops.define_namespace(name)
     torch.ops.load_library(str(path))
     loaded = Library(path)

@@ -3,6 +3,7 @@
     variant   kernel files                       runtime            for
     race      -fsanitize=thread, own callbacks   plain              every test (path A with all checks), and path B
     plain     as they are                        plain              schedule sweeps
+    planted   as race, with the planted bugs     plain              showing that each bug is caught
     asan      -fsanitize=address,undefined       the same           the long suite
 
 The race variant is not linked with libtsan: runtime/hooks.cpp defines the callbacks.
@@ -29,6 +30,10 @@ COMMON = ["-std=c++20", "-g", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-vari
           "-ffp-contract=off", "-fno-gnu-unique", "-march=native"]  # fmt: skip
 VARIANTS = {
     "race": (["-O1", "-fsanitize=thread", "--param=tsan-distinguish-volatile=1"], ["-O2"]),
+    "planted": (
+        ["-O1", "-fsanitize=thread", "--param=tsan-distinguish-volatile=1", "-DSPECDEC_PLANTED_AT_RUN_TIME"],
+        ["-O2"],
+    ),
     "plain": (["-O2"], ["-O2"]),
     "asan": (["-O1", "-fsanitize=address,undefined", "-fno-sanitize=vptr"],) * 2,
 }

@@ -12,6 +12,7 @@ namespace emulated {
 
 Config config;
 Grid grid{};
+int planted_bug = 0;
 static uint64_t launches = 0;
 
 Block::~Block() {
@@ -185,6 +186,9 @@ void emulated_configure(int schedule, int landing, int path, uint64_t seed, uint
                       resident_blocks,
                       preempt,
                       checks != 0};
+}
+void emulated_plant(int bug) {
+  emulated::planted_bug = bug;
 }
 uint64_t emulated_launch_count() {
   return emulated::launches;
