@@ -55,7 +55,13 @@ BUGS = [
     Planted(
         "no_barrier_before_read", 1, tree_call, "report", r"race on shared byte.* at tree_cuda\.cu:\d+.*vs.*tree_cuda"
     ),
-    Planted("no_barrier_before_reuse", 2, chain_call, "report", r"(read-after-write|write-after-read) race on shared.*reduce\.cuh"),
+    Planted(
+        "no_barrier_before_reuse",
+        2,
+        chain_call,
+        "report",
+        r"(read-after-write|write-after-read) race on shared.*reduce\.cuh",
+    ),
     Planted("divergent_barrier", 3, tree_call, "report", r"divergent barrier: tree_cuda\.cu:\d+ meets tree_cuda"),
     Planted("divergent_shuffle", 4, tree_call, "report", r"divergent warp collective: lane \d+ at tree_cuda"),
     Planted("no_syncwarp", 5, tree_call, "report", r"read-after-write race on (shared|global) byte.*tree_cuda"),
