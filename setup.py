@@ -34,7 +34,11 @@ def cuda_home() -> str | None:
     nvcc = shutil.which("nvcc")
     candidates = [home] if home else [str(Path(nvcc).resolve().parents[1]) if nvcc else "", "/usr/local/cuda"]
     for candidate in candidates:  # nvcc on the PATH may be a wrapper outside the toolkit: with no headers beside it
-        if candidate and Path(candidate, "bin", "nvcc").exists() and (home or Path(candidate, "include", "cuda_runtime.h").exists()):
+        if (
+            candidate
+            and Path(candidate, "bin", "nvcc").exists()
+            and (home or Path(candidate, "include", "cuda_runtime.h").exists())
+        ):
             return candidate
     if wanted == "1":
         sys.exit(f"setup: CUDA_HOME: expected a CUDA toolkit with bin/nvcc, got {candidates} (SPECDEC_BUILD_CUDA=1)")

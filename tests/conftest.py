@@ -78,8 +78,9 @@ class Backend:
 
     def require(self, op: str) -> None:
         if self.name in cuda_on_cpu.BACKENDS:
-            cuda_on_cpu.register()
-        if not _ops.supports(op, self.selector or "native", self.device):
+            if not cuda_on_cpu.supports(op, self.name):
+                pytest.skip(f"{op}: no kernel for backend {self.name}")
+        elif not _ops.supports(op, self.selector or "native", self.device):
             pytest.skip(f"{op}: not built for backend {self.name}")
 
     def __repr__(self) -> str:

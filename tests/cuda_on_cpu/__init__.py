@@ -12,6 +12,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import re
 from typing import Any
 
 import torch
@@ -105,6 +107,15 @@ def _implementation(backend: str, op: str) -> Any:
     return triton_backends.implementation(backend, op)
 
 
+@functools.cache
+def ops_with_source(backend: str) -> frozenset[str]:
+    """Ops that have a CUDA (or Triton) implementation in the tree; told from the sources, without building."""
+    if backend.startswith("triton"):
+        return frozenset(importlib.import_module("specdec_kernels._triton").OPS)
+    texts = [path.read_text() for path in build.cuda_sources()]
+    return frozenset(op for text in texts for op in re.findall(r'm\.impl\("(\w+)"', text))
+
+
 def supports(op: str, backend: str) -> bool:
-    """Whether `op` has a kernel that `backend` can run."""
-    return backend in register() and _has_kernel(f"specdec_{backend}", op)
+    """Whether `op` has a kernel that `backend` can run; builds at the first op that has one."""
+    return op in ops_with_source(backend) and backend in register() and _has_kernel(f"specdec_{backend}", op)
