@@ -20,6 +20,7 @@ struct Avx2 {
   static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
   static F div(F a, F b) { return _mm256_div_ps(a, b); }
   static F max(F a, F b) { return _mm256_max_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
   static F keep(uint64_t bits, F x, F otherwise) {
     const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     __m256i set = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits & 255)), lane);
@@ -75,7 +76,6 @@ struct Avx2Float32 {
   static void store_weights(uint32_t* p, int index, __m256 w) {
     _mm256_storeu_ps(reinterpret_cast<float*>(p) + index, w);
   }
-  static float value(uint32_t unit, int) { return bits_float(unit); }
 };
 
 // 8 x 8 transpose: dst[u * 64 + key] = rows[key][u]

@@ -20,6 +20,7 @@ struct Portable {
   static F mul(F a, F b) { return a * b; }
   static F div(F a, F b) { return a / b; }
   static F max(F a, F b) { return a > b ? a : b; }
+  static F fma(F a, F b, F c) { return a * b + c; }
   static F keep(uint64_t bits, F x, F otherwise) {
     const I lane = {1, 2, 4, 8};
     int32_t low = static_cast<int32_t>(bits & 15);
@@ -66,7 +67,6 @@ struct PortableFloat32 {
   static void store_weights(uint32_t* p, int index, Units w) {
     Portable::store(reinterpret_cast<float*>(p) + index, w);
   }
-  static float value(uint32_t unit, int) { return bits_float(unit); }
 };
 
 void pack_k(const void* const* rows, int head_dim, uint32_t* dst, Prefetch& ahead) {

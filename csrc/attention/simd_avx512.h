@@ -76,7 +76,6 @@ struct Avx512Float32 {
   static Units broadcast(uint32_t unit) { return _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(unit))); }
   static __m512 dot(__m512 sum, Units a, Units b) { return _mm512_fmadd_ps(a, b, sum); }
   static void store_weights(uint32_t* p, int index, __m512 w) { _mm512_storeu_ps(p + index, w); }
-  static float value(uint32_t unit, int) { return bits_float(unit); }
 };
 
 // 16 x 16 transpose of 32-bit units: dst[u * 64 + key] = rows[key][u]; columns is 16 or 8.

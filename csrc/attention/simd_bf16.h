@@ -15,7 +15,6 @@ struct Avx512BFloat16 {
   static void store_weights(uint32_t* p, int index, __m512 w) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + index / 2), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(w)));
   }
-  static float value(uint32_t unit, int half) { return bits_float(half ? unit & 0xffff0000u : unit << 16); }
 };
 
 inline void transpose_key_pairs(const void* const* rows, int head_dim, uint32_t* dst, Prefetch& ahead) {
