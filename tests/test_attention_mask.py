@@ -6,6 +6,7 @@ kernel (instruction set, dtype, page size, group, head size, layout) and every w
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 from collections.abc import Iterator
@@ -75,22 +76,43 @@ def _limit_isa(level: int) -> int:
     return library.specdec_limit_isa(level)
 
 
-@pytest.fixture(params=["scalar", "avx2", "avx512", "avx512_bf16", "amx"])
+LEVELS = ["scalar", "avx2", "avx512", "avx512_bf16", "amx"]
+
+
+@contextlib.contextmanager
+def under_isa(name: str) -> Iterator[bool]:
+    """Limit the CPU ops to `name`; yields whether this machine has it."""
+    before = _limit_isa(-1)
+    try:
+        yield _limit_isa(LEVELS.index(name)) == LEVELS.index(name)
+    finally:
+        _limit_isa(before)
+
+
+def every_isa(backend) -> Iterator[str]:
+    """Loop body once under every instruction set of this machine; once on other backends."""
+    if backend.name != "cpu":
+        yield "any"
+        return
+    for name in LEVELS:
+        with under_isa(name) as available:
+            if available:
+                yield name
+
+
+@pytest.fixture(params=LEVELS)
 def isa(request, backend) -> Iterator[str]:
     """Runs a test under every instruction set that this machine has; other backends see the test once."""
-    level = ["scalar", "avx2", "avx512", "avx512_bf16", "amx"].index(request.param)
     if backend.name != "cpu":
-        if level:
+        if request.param != LEVELS[0]:
             pytest.skip("instruction sets are an axis of the CPU op alone")
         yield "any"
         return
     backend.require("tree_attention")
-    before = _limit_isa(-1)
-    if _limit_isa(level) != level:
-        _limit_isa(before)
-        pytest.skip(f"this CPU has no {request.param}")
-    yield request.param
-    _limit_isa(before)
+    with under_isa(request.param) as available:
+        if not available:
+            pytest.skip(f"this CPU has no {request.param}")
+        yield request.param
 
 
 VARIANTS = [
