@@ -5,6 +5,7 @@ Each lives in a torch namespace of its own, so the suite runs on it in the same 
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -44,9 +45,10 @@ def build_mutants(names: tuple[str, ...], folder: Path, flags: tuple[str, ...] =
     with ThreadPoolExecutor(2) as pool:
         objects = [pool.submit(_compile, p, folder / f"{p.stem}.o", list(flags)) for p in shared]
         kernels = {}
+        namespaces = {name: _namespace(name) for name in names}
         for name in names:
             source = folder / f"{name}.cpp"
-            source.write_text(REGISTRATION.format(namespace=_namespace(name), source=KERNEL))
+            source.write_text(REGISTRATION.format(namespace=namespaces[name], source=KERNEL))
             kernels[name] = pool.submit(_compile, source, folder / f"{name}.o", [*flags, f"-DSPECDEC_MUTANT_{name}"])
     common = [str(job.result()) for job in objects]
     folders = [f"-L{path}" for path in cpp_extension.library_paths()]
@@ -55,19 +57,23 @@ def build_mutants(names: tuple[str, ...], folder: Path, flags: tuple[str, ...] =
         library = folder / f"{name}.so"
         command = ["g++", "-shared", *flags, str(kernel.result()), *common, *folders, "-ltorch_cpu", "-ltorch", "-lc10"]
         subprocess.run([*command, "-o", str(library)], check=True)
-        _ops.define_namespace(_namespace(name))
+        _ops.define_namespace(namespaces[name])
         torch.ops.load_library(str(library))
-        backends[name] = _register(name)
+        backends[name] = _register(name, namespaces[name])
     return backends
 
 
 def _namespace(name: str) -> str:
-    return "specdec_mutant_" + name.lower()
+    """A namespace of its own for every build: several suites build the same kernel in one session."""
+    return f"specdec_fault{next(_builds)}_{name.lower()}"
 
 
-def _register(name: str) -> Backend:
-    _ops.register_backend(_namespace(name), _namespace(name))
-    return Backend(f"cpu with {name}", "cpu", _namespace(name))
+_builds = itertools.count()
+
+
+def _register(name: str, namespace: str) -> Backend:
+    _ops.register_backend(namespace, namespace)
+    return Backend(f"cpu with {name}", "cpu", namespace)
 
 
 # ---- the right kernel with the arguments a known bug would give it
@@ -153,6 +159,6 @@ def feed(name: str) -> Backend:
         FEEDS[name](arguments)
         torch.ops.specdec.tree_attention.default(*arguments.values())
 
-    library = _ops.define_namespace(_namespace(name))
-    library.impl("tree_attention", call, "CPU")
-    return _register(name)
+    namespace = _namespace(name)
+    _ops.define_namespace(namespace).impl("tree_attention", call, "CPU")
+    return _register(name, namespace)
