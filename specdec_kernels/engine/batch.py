@@ -44,9 +44,10 @@ class KVCache(NamedTuple):
         dtype: torch.dtype,
         device: torch.device,
     ) -> KVCache:
-        """One arena for K and one for V, cut into layers; memory is touched when pages are first used."""
+        """One arena for K and one for V, cut into layers. Not initialised: no op reads a row that was not written, and
+        the memory of pages never used is never touched."""
         shape = (num_layers, num_pages, page_size, num_kv_heads, head_dim)
-        k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        k, v = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
         return KVCache(list(k), list(v), page_size)
 
 

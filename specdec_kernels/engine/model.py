@@ -126,11 +126,11 @@ class TransformersModel:
         return logits
 
     def fingerprint(self) -> str:
-        """Names this model's weights, cheaply: a hash over its vectors and the start of its embeddings."""
-        digest = hashlib.sha256(f"{self.dtype} {self.num_layers} {self.vocab_size}".encode())
+        """Names this model's weights, cheaply and whatever the dtype: a hash over its vectors and first embeddings."""
+        digest = hashlib.sha256(f"{self.num_layers} {self.vocab_size}".encode())
         for parameter in (self.module.get_input_embeddings().weight[:64], *self.module.parameters()):
             if parameter.dim() == 1 or parameter.shape[0] == 64:
-                digest.update(parameter.detach().float().cpu().numpy().tobytes())
+                digest.update(parameter.detach().bfloat16().float().cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def _layer_set(self, layers: tuple[int, ...]) -> torch.nn.ModuleList:
