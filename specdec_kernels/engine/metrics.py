@@ -59,8 +59,10 @@ class SpecCounters:
             self.accepted_per_pos[depth] += 1
 
     def merge(self, other: SpecCounters) -> None:
-        """Add the counts of `other`."""
-        for item in fields(other):
+        """Add the counts of `other` that both have."""
+        for item in fields(self):
+            if not hasattr(other, item.name):
+                continue
             mine, theirs = getattr(self, item.name), getattr(other, item.name)
             if isinstance(mine, list):
                 longer = max(len(mine), len(theirs))

@@ -17,22 +17,14 @@ from specdec_kernels.engine.checkpoint import cache_dir
 
 logger = logging.getLogger("specdec_kernels")
 
-_VERSION = 1
+_VERSION = 4
 _PAGE = 16
+_TRIED = 3  # layers tried in each round, in the order of the harm that leaving out one alone does
+_HOPELESS = 0.5  # leaving out still more only makes it worse
+_CONTINUED = 48  # tokens of the model's own that drafts are judged on
 _SLOT_COST = 0.03  # one more slot to verify, as a share of a step
 _CALIBRATION = """The river rises in the hills north of the town and is joined by two smaller streams before it \
-reaches the old mill. In spring, when the snow melts, the meadows on both sides are under water for a week or two.
-
-def moving_average(values, size):
-    if size < 1 or size > len(values):
-        raise ValueError("size must be between 1 and the number of values")
-    total = sum(values[:size])
-    result = [total / size]
-    for i in range(size, len(values)):
-        total += values[i] - values[i - size]
-        result.append(total / size)
-    return result
-"""
+reaches the old mill. In spring, when the snow melts,"""
 
 
 @dataclass(frozen=True)
@@ -65,7 +57,7 @@ def choose_layers(model: Any, cache: bool = True) -> LayerChoice:
 
 
 def search(model: Any) -> LayerChoice:
-    """Rank layers by how much leaving one out hurts, then leave out more and more of the least harmful ones."""
+    """Rank layers by how much leaving one out hurts, then leave out more and more: each time the best of a few."""
     count = model.num_layers
     everything = tuple(range(count))
     if count < 3:
@@ -75,11 +67,11 @@ def search(model: Any) -> LayerChoice:
     else:
         ids = [(i * 7919 + 13) % model.vocab_size for i in range(128)]
     probe = _Probe(model, ids)
-    best = probe.logits(everything).argmax(-1)
+    best = probe.best
 
     def score(layers: tuple[int, ...]) -> tuple[float, float]:
         """(agreement, mean log-probability of the whole model's choice)"""
-        logits = probe.logits(layers).float()
+        logits = probe.logits(layers)
         chosen = logits.gather(-1, best[:, None])[:, 0] - logits.logsumexp(-1)
         return (logits.argmax(-1) == best).float().mean().item(), chosen.mean().item()
 
@@ -87,13 +79,17 @@ def search(model: Any) -> LayerChoice:
     harmless = sorted(inner, key=lambda i: -score(tuple(x for x in everything if x != i))[1])
     whole, half = probe.decode_time(everything), probe.decode_time(everything[: count // 2])
     options = []
-    for skipped in range(1, max(2, 2 * count // 3), max(1, count // 10)):
-        layers = tuple(sorted(set(everything) - set(harmless[:skipped])))
-        agreement = score(layers)[0]
+    layers = everything
+    while len(layers) > max(2, count // 3):
+        nearest = [i for i in harmless if i in layers][:_TRIED]
+        scored = [(score(tried), tried) for i in nearest for tried in [tuple(x for x in layers if x != i)]]
+        (agreement, _), layers = max(scored, key=lambda pair: pair[0][1])
         cost = min(1.0, (half + (whole - half) * (len(layers) - count // 2) / (count - count // 2)) / whole)
         for drafts in range(1, 7):
             speedup = expected_speedup(agreement, drafts, cost)
             options.append(LayerChoice(layers, drafts, round(agreement, 4), round(cost, 4), round(speedup, 4)))
+        if agreement < _HOPELESS:
+            break
     return max(options, key=lambda option: option.speedup)
 
 
@@ -104,22 +100,31 @@ def expected_speedup(agreement: float, drafts: int, cost: float, slot_cost: floa
 
 
 class _Probe:
-    """One text in a small cache of its own."""
+    """A text that the whole model continued greedily, in a small cache of its own. Drafts are judged on the model's own
+    continuation, because that is what they will have to guess; on given text agreement is lower."""
 
     def __init__(self, model: Any, ids: list[int]):
-        self.model, self.ids = model, ids
-        num_pages = -(-(len(ids) + 1) // _PAGE)
+        self.model, self.num_given = model, len(ids)
+        num_pages = -(-(len(ids) + _CONTINUED + 1) // _PAGE)
         self.cache: KVCache = model.allocate_cache(num_pages, _PAGE)
         self.table = torch.arange(num_pages, dtype=torch.int32, device=model.device)[None]
+        everything = tuple(range(model.num_layers))
+        self.ids, fresh = list(ids), list(ids)
+        for _ in range(_CONTINUED):
+            logits = self._forward(fresh, len(self.ids) - len(fresh), everything)
+            fresh = [int(logits[-1, : model.vocab_size].argmax())]
+            self.ids += fresh
+        self.best = torch.tensor(self.ids[self.num_given :], device=model.device)
 
     def logits(self, layers: tuple[int, ...]) -> torch.Tensor:
-        """Teacher-forced logits [len(ids), V] of the subset (valid until the next call)."""
-        return self._forward(self.ids, 0, layers)[:, : self.model.vocab_size]
+        """Float logits [_CONTINUED, V] of the subset for the tokens of `best`, fed with the text itself."""
+        logits = self._forward(self.ids[:-1], 0, layers)[self.num_given - 1 :, : self.model.vocab_size]
+        return logits.float()
 
     def decode_time(self, layers: tuple[int, ...]) -> float:
         """Seconds of a one-token pass behind the text: the best of several."""
         times = []
-        for _ in range(6):
+        for _ in range(8):
             start = time.perf_counter()
             self._forward(self.ids[-1:], len(self.ids), layers)
             times.append(time.perf_counter() - start)

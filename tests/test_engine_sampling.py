@@ -1,0 +1,131 @@
+"""Sampled text has the target's law with every drafter; seeds belong to requests, not to batches."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from scipy.stats import chi2
+
+from python_ref.decoder import ToyTarget, joint_law, plain_greedy
+from specdec_kernels.engine import Engine, EngineConfig, Request
+from specdec_kernels.engine.drafters.self_draft import SelfDrafter
+from tests.toy_model import OracleDrafter, ToyModel
+
+SMALL = ToyTarget(vocab=5, surprise=3)
+PROMPT = [1, 3, 0, 2]
+CONFIG = EngineConfig(page_size=4, num_pages=256, max_batch=16, max_step_tokens=128, check=True)
+LIMIT = 1e-9  # chance that a right engine fails
+
+
+def drafters(target: ToyTarget) -> dict:
+    return {
+        "none": "none",
+        "ngram": "ngram",
+        "fixed trees": OracleDrafter(target),
+        "drawn chains": SelfDrafter(layers=(1,), num_drafts=3, min_prob=0.0),
+        "drawn by the target": SelfDrafter(layers=(0, 1), num_drafts=2, min_prob=0.0),
+    }
+
+
+def chi_square_p(model: ToyModel, drafter, temperature: float, count: int = 4000) -> tuple[float, Engine]:
+    """p-value of `count` three-token texts against the exact joint law at temperature 1."""
+    engine = Engine(model, drafter, CONFIG)
+    law = dict(joint_law(SMALL, PROMPT, 3, 1.0))
+    seen = dict.fromkeys(law, 0)
+    for seed in range(count):
+        engine.add(Request(PROMPT, max_tokens=3, temperature=temperature, seed=seed))
+    while engine.has_work:
+        for event in engine.step():
+            if event.result is not None:
+                seen[tuple(event.result.token_ids)] += 1
+    assert sum(seen.values()) == count
+    pooled = [(0.0, 0)]  # cells of small expectation together
+    terms = []
+    for path, probability in law.items():
+        if probability * count < 5:
+            pooled.append((probability * count, seen[path]))
+        else:
+            terms.append((probability * count, seen[path]))
+    terms.append((sum(e for e, _ in pooled), sum(o for _, o in pooled)))
+    statistic = sum((o - e) ** 2 / e for e, o in terms if e > 0)
+    return float(chi2.sf(statistic, len(terms) - 1)), engine
+
+
+@pytest.mark.parametrize("name", list(drafters(SMALL)))
+def test_three_sampled_tokens_have_the_targets_joint_law(name: str):
+    p, engine = chi_square_p(ToyModel(SMALL), drafters(SMALL)[name], 1.0)
+    assert p > LIMIT
+    assert engine.metrics.drafter_failures == 0
+    if name not in ("none", "ngram"):
+        assert engine.metrics.accepted > 500
+    if name.startswith("drawn"):
+        assert engine.metrics.rejected > 0 or name == "drawn by the target"
+
+
+def test_the_law_test_can_fail():
+    """A target sharpened by a tenth, or drafts whose law is misreported, must be found out."""
+    assert chi_square_p(ToyModel(SMALL), "none", 0.9)[0] < LIMIT
+
+    class Misreporting(SelfDrafter):
+        def propose(self, states, limits, context):
+            drafts = super().propose(states, limits, context)
+            return [type(d)(d.token_ids, d.parents, None if d.logits is None else d.logits * 0.2) for d in drafts]
+
+    p, _ = chi_square_p(ToyModel(SMALL), Misreporting(layers=(1,), num_drafts=2, min_prob=0.0), 1.0)
+    assert p < LIMIT
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "drawn chains"])
+def test_a_seed_gives_the_same_text_in_any_company(name: str):
+    target = ToyTarget()
+
+    def run(engine: Engine, company: int) -> list[int]:
+        rng = random.Random(company)
+        others = [Request([rng.randrange(32)] * 3, max_tokens=25, temperature=1.0) for _ in range(company)]
+        ids = [engine.add(r) for r in [*others[: company // 2], mine, *others[company // 2 :]]]
+        found = {}
+        while engine.has_work:
+            found.update({e.request_id: e.result.token_ids for e in engine.step() if e.result})
+        return found[ids[company // 2]]
+
+    mine = Request([4, 5, 6, 4, 5, 6], max_tokens=25, temperature=1.0, seed=7, top_k=8, top_p=0.95, min_p=0.01)
+    alone = run(Engine(ToyModel(target), drafters(target)[name], CONFIG), 0)
+    engine = Engine(ToyModel(target), drafters(target)[name], CONFIG)
+    assert run(engine, 3) == alone
+    for _ in range(5):
+        run(engine, 1)
+    assert run(engine, 8) == alone
+    different = Request(mine.prompt, max_tokens=25, temperature=1.0, seed=8)
+    assert engine.generate([different.prompt], max_tokens=25, temperature=1.0, seed=8)[0].token_ids != alone
+
+
+def test_unseeded_requests_differ():
+    engine = Engine(ToyModel(), "none", CONFIG)
+    texts = [engine.generate([[1, 2]], max_tokens=30, temperature=2.0)[0].token_ids for _ in range(2)]
+    assert texts[0] != texts[1]
+
+
+@pytest.mark.parametrize("pattern", range(16))
+def test_greedy_requests_are_unmoved_by_sampled_neighbours(pattern: int):
+    target = ToyTarget()
+    engine = Engine(ToyModel(target), SelfDrafter(layers=(1,), num_drafts=2, min_prob=0.0), CONFIG)
+    sampled = [bool(pattern >> i & 1) for i in range(4)]
+    ids = [engine.add(Request([i + 1, 2], max_tokens=12, temperature=float(s))) for i, s in enumerate(sampled)]
+    found = {}
+    while engine.has_work:
+        found.update({e.request_id: e.result.token_ids for e in engine.step() if e.result})
+    for i, (request_id, is_sampled) in enumerate(zip(ids, sampled)):
+        if not is_sampled:
+            assert found[request_id] == plain_greedy(target, [i + 1, 2], 12)
+        assert all(0 <= t < 32 for t in found[request_id])
+        assert len(found[request_id]) == 12
+
+
+def test_filters_bind_at_every_position():
+    """top_k 1 is greedy, whatever the temperature, also behind accepted drafts."""
+    target = ToyTarget()
+    engine = Engine(ToyModel(target), OracleDrafter(target), CONFIG)
+    results = engine.generate([[3, 4], [9]], max_tokens=40, temperature=1.5, top_k=1)
+    assert [r.token_ids for r in results] == [plain_greedy(target, p, 40) for p in ([3, 4], [9])]
+    assert engine.metrics.accepted > 0
