@@ -1,0 +1,134 @@
+"""`python -m specdec_kernels {info,generate,bench,demo}`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import runpy
+import sys
+import time
+
+DESCRIPTION = "Speculative-decoding kernels: environment, generation, microbenchmarks, demo."
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m specdec_kernels", description=DESCRIPTION)
+    commands = top.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="what was compiled, what runs here, what is missing and how to get it")
+    generate = commands.add_parser("generate", help="stream text from a model, accepted drafts in green")
+    generate.add_argument("prompt", help="the prompt, or - to read it from standard input")
+    _model_options(generate)
+    generate.add_argument("--drafter", default="ngram", help="none, ngram or self (default: %(default)s)")
+    generate.add_argument("--max-tokens", type=int, default=256)
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    generate.add_argument("--top-k", type=int, default=0)
+    generate.add_argument("--top-p", type=float, default=1.0)
+    generate.add_argument("--min-p", type=float, default=0.0)
+    generate.add_argument("--seed", type=int)
+    generate.add_argument("--raw", action="store_true", help="give the prompt as it is, without the chat template")
+    commands.add_parser(
+        "bench", help="the microbenchmarks (in the source folder); what follows is theirs", add_help=False
+    )
+    demo = commands.add_parser("demo", help="three real prompts, plain and with each drafter: same text, less time")
+    _model_options(demo)
+    demo.add_argument("--quick", action="store_true", help="short texts: does it run?")
+    return top
+
+
+def _model_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", default="smollm2", help="smollm2, or a transformers checkpoint folder")
+    command.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the fastest here)")
+    command.add_argument("--device", default="cpu")
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments[:1] == ["bench"]:  # argparse cannot pass on options it does not know
+        return bench(arguments[1:])
+    options = parser().parse_args(arguments)
+    if argv is None and "OMP_WAIT_POLICY" not in os.environ:
+        # Threads that sleep while they wait: a little slower on an idle machine, many times faster on a busy one. The
+        # OpenMP runtime reads this once, when torch is imported, which importing the package has done: start again.
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", "specdec_kernels", *sys.argv[1:]])
+    try:
+        return COMMANDS[options.command](options)
+    except (ValueError, TypeError, OSError, ImportError, NotImplementedError) as error:
+        print(f"{options.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def info(options: argparse.Namespace) -> int:
+    from specdec_kernels import collect_env
+
+    return collect_env.main()
+
+
+def generate(options: argparse.Namespace) -> int:
+    from specdec_kernels._console import Stream
+    from specdec_kernels.engine import Engine, Event, Request, load_model
+    from specdec_kernels.engine.tokens import TextStream
+
+    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    start = time.perf_counter()
+    model = load_model(options.model, dtype=options.dtype, device=options.device)
+    print(f"{model.name}, {str(model.dtype).removeprefix('torch.')}, {time.perf_counter() - start:.1f} s to load",
+          file=sys.stderr)  # fmt: skip
+    engine = Engine(model, options.drafter)
+    chat = not options.raw and getattr(model.tokenizer, "chat_template", None) is not None
+    request = Request(
+        [{"role": "user", "content": text}] if chat else text,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=options.seed,
+    )
+    engine.add(request)
+    pieces, screen = TextStream(model.tokenizer), Stream()
+    start = time.perf_counter()
+
+    def show(event: Event) -> None:
+        accepted = pieces.push(event.token_ids[: event.num_accepted])
+        own = pieces.push(event.token_ids[event.num_accepted :], last=event.result is not None)
+        m = engine.metrics
+        status = (
+            f"{m.emitted / (time.perf_counter() - start):.1f} tokens/s, {m.mean_accepted_length:.2f} tokens a step, "
+            f"conditional acceptance {m.conditional_acceptance:.2f}, accepted/drafted {m.acceptance_per_draft:.2f}"
+        )
+        screen.write(accepted, own, status)
+
+    try:
+        while engine.has_work:
+            for event in engine.step():
+                show(event)
+    finally:
+        screen.close()
+    return 0
+
+
+def bench(arguments: list[str]) -> int:
+    if importlib.util.find_spec("benchmarks") is None or importlib.util.find_spec("benchmarks.run") is None:
+        print("bench: the microbenchmarks live in the source folder, not in the wheel: run `make bench` there",
+              file=sys.stderr)  # fmt: skip
+        return 2
+    sys.argv = ["benchmarks.run", *arguments]
+    runpy.run_module("benchmarks.run", run_name="__main__")
+    return 0
+
+
+def demo(options: argparse.Namespace) -> int:
+    from specdec_kernels import demo
+
+    return demo.main(options.model, options.dtype, options.device, options.quick)
+
+
+COMMANDS = {"info": info, "generate": generate, "demo": demo}
+
+if __name__ == "__main__":
+    raise SystemExit(main())

