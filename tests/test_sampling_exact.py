@@ -12,11 +12,13 @@ import random
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 
 import specdec_kernels as sk
 from python_ref import sampling as ref
 from python_ref.sampling import Parameters
 from tests.conftest import Backend
+from tests.fuzz import fuzz
 from tests.sampling_helpers import chain, emitted, floats, ints, log, one, path
 from tests.sampling_requests import Request, compare, random_request, sweep
 
@@ -88,6 +90,24 @@ def test_random_trees_with_all_parameters(method, vocab, backend: Backend):
     for edits in (False, True):
         requests = [random_request(rng, vocab, rng.randint(1, 9), edits=edits) for _ in range(150)]
         compare(backend, requests, method, margin=2e-5)
+
+
+def check_any_batch(backend: Backend, seed: int) -> None:
+    rng = random.Random(seed)
+    method = rng.choice(["rejection", "target_only", "coupled", "greedy", "typical", "block"])
+    requests = []
+    for _ in range(6):
+        request = random_request(rng, rng.choice([7, 70]) if not requests else requests[0].logits.shape[1],
+                                 rng.randint(1, 12), edits=seed % 2 == 0)  # fmt: skip
+        if method == "block":
+            last = len(request.parents) - 1
+            request.parents, request.draft_of = chain(last), [-1, *range(last)]
+        requests.append(request)
+    form = rng.choice(["auto", "eager", "lazy"])
+    compare(backend, requests, method, margin=2e-5, clear=0.5, form=form)
+
+
+test_any_batch, test_any_batch_long = fuzz(st.integers(0, 2**40), check_any_batch)
 
 
 @pytest.mark.parametrize("form", FORMS)
