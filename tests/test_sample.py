@@ -40,7 +40,8 @@ def test_tokens_equal_the_float64_reference(vocab, dtype, backend: Backend):
     out = draw(backend, logits, sampling_tensors(R, backend.device, **values), return_logprobs="both")
     clear = 0
     for r in range(R):
-        p = Parameters(*(float(np.float32(values[n][r])) for n in ("temperature", "top_k", "top_p", "min_p")))
+        t, top_p, min_p = (float(np.float32(values[name][r])) for name in ("temperature", "top_p", "min_p"))
+        p = Parameters(t, int(values["top_k"][r]), top_p, min_p)
         row = logits[r].float().numpy()
         law, _ = target_law(row, p)
         noise = gumbel_row(vocab, int(values["seed"][r]), int(values["position"][r]), rng.EMIT)
