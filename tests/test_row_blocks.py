@@ -194,6 +194,7 @@ def test_verify_probs_massless_forbidden_and_unreadable(backend: Backend):
 
 def test_verify_probs_agrees_with_verify_on_the_same_coins(backend: Backend):
     """Acceptance of the two forms is one decision; only the last token is drawn otherwise."""
+    backend.require("verify_probs")
     backend.require("verify")
     torch.manual_seed(0)
     B, gamma, vocab = 300, 3, 6
