@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from scipy.stats import chi2
 
@@ -14,6 +15,13 @@ from tests.conftest import Backend
 
 CASE_LIMIT = 1e-6  # p-value below which a case fails
 SUITE_LIMIT = 1e-11  # a statistical suite: fewer than 100 checks share 1e-9
+
+
+@pytest.fixture(autouse=True)
+def verify_is_built(request: pytest.FixtureRequest) -> None:
+    """Import into a module: its tests skip before they prepare anything where the backend has no `verify`."""
+    if "backend" in request.fixturenames:
+        request.getfixturevalue("backend").require("verify")
 
 
 def tree_tensors(parents: Sequence[Sequence[int]], device: str = "cpu", copies: int = 1) -> Any:

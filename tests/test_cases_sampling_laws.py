@@ -24,6 +24,7 @@ from tests.sampling_helpers import (
     softmax,
     tree_tensors,
     verify,
+    verify_is_built,  # noqa: F401
 )
 from tests.sampling_trials import draws, first_counts, trials, trials_of
 

@@ -10,7 +10,16 @@ import pytest
 
 import specdec_kernels as sk
 from tests.conftest import Backend
-from tests.sampling_helpers import SUITE_LIMIT, assert_biased, assert_law, floats, ints, p_value, sampling_tensors
+from tests.sampling_helpers import (
+    SUITE_LIMIT,
+    assert_biased,
+    assert_law,
+    floats,
+    ints,
+    p_value,
+    sampling_tensors,
+    verify_is_built,  # noqa: F401
+)
 from tests.sampling_models import (
     Markov,
     State,

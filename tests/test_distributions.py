@@ -27,6 +27,7 @@ from tests.sampling_helpers import (
     softmax,
     tree_tensors,
     verify,
+    verify_is_built,  # noqa: F401
 )
 from tests.sampling_models import Markov, State, folded_law, gumbel_draw, joint_counts, simulate, top_draw
 

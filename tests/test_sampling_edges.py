@@ -21,6 +21,7 @@ from tests.sampling_helpers import (
     sampling_tensors,
     tree_tensors,
     verify,
+    verify_is_built,  # noqa: F401
 )
 from tests.sampling_trials import first_counts, trials
 

@@ -19,7 +19,16 @@ from python_ref import sampling as ref
 from python_ref.sampling import Parameters
 from tests.conftest import Backend
 from tests.fuzz import fuzz
-from tests.sampling_helpers import chain, emitted, floats, ints, log, one, path
+from tests.sampling_helpers import (
+    chain,
+    emitted,
+    floats,
+    ints,
+    log,
+    one,
+    path,
+    verify_is_built,  # noqa: F401
+)
 from tests.sampling_requests import Request, compare, random_request, sweep
 
 FORMS = ["eager", "lazy"]

@@ -12,7 +12,15 @@ import torch
 
 import specdec_kernels as sk
 from tests.conftest import Backend
-from tests.sampling_helpers import chain, floats, ints, sampling_tensors, tree_tensors, verify
+from tests.sampling_helpers import (
+    chain,
+    floats,
+    ints,
+    sampling_tensors,
+    tree_tensors,
+    verify,
+    verify_is_built,  # noqa: F401
+)
 from tests.sampling_requests import Request, parameters_of, random_request, run
 
 METHODS = ["rejection", "target_only", "block", "coupled", "typical", "greedy"]
