@@ -88,7 +88,7 @@ def test_coupled_drafts_with_coupled_verification(backend: Backend, pytestconfig
 
 def test_control_draft_noise_reused_in_the_residual(backend: Backend, pytestconfig):
     """Case 11: drafts on the emission noise, verified by rejection."""
-    model, total = Markov(seed=21), requests(backend, pytestconfig)
+    model, total = Markov(4, seed=5, distance=3.0), requests(backend, pytestconfig)
     some_law_fails(
         collect(model, CHAIN, op_draw(backend, coupled=True), op_verifier(backend, "rejection"), total), model
     )
@@ -96,7 +96,7 @@ def test_control_draft_noise_reused_in_the_residual(backend: Backend, pytestconf
 
 def test_control_block_verification_with_the_step_fixed(backend: Backend, pytestconfig):
     """5.4 (a): with keys of seed, position and purpose alone, noise that decided the last step is used again."""
-    model, total = Markov(seed=21, distance=2.0), requests(backend, pytestconfig)
+    model, total = Markov(4, seed=21, distance=3.0), requests(backend, pytestconfig)
     for fixed, verdict in [(False, laws_hold), (True, some_law_fails)]:
         draw = op_draw(backend, fixed_step=fixed, paths=False)
         verdict(collect(model, CHAIN, draw, op_verifier(backend, "block", fixed_step=fixed), total), model)
