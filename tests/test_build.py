@@ -150,18 +150,55 @@ def test_IN_03_first_compiler_error_is_quoted(tmp_path: Path):
     assert "whole log: .venv/build.log" in result.stdout
 
 
-@pytest.mark.long
-def test_wheel_holds_the_package_alone(tmp_path: Path):
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this tree, CPU ops only."""
+    folder = tmp_path_factory.mktemp("wheel")
     built = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", str(tmp_path), "."],
+        [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", str(folder), "."],
         cwd=ROOT,
         capture_output=True,
         text=True,
         env={**os.environ, "SPECDEC_BUILD_CUDA": "0"},
     )
     assert built.returncode == 0, built.stderr[-2000:]
-    wheel = next(tmp_path.glob("*.whl"))
+    return next(folder.glob("*.whl"))
+
+
+@pytest.mark.long
+def test_wheel_holds_the_package_alone(wheel: Path):
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"specdec_kernels"}, tops
     assert any("_cpu.abi3.so" in name for name in names)
+    metadata_text = zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith("METADATA"))).decode()
+    assert "Requires-Dist: torch>=2.11" in metadata_text
+
+
+@pytest.mark.long
+def test_IN_02_wheel_in_an_environment_with_torch_alone(wheel: Path, tmp_path: Path):
+    """A real environment: no triton, transformers, compiler or toolkit; import, one op, `info`, one clear refusal."""
+    import torch
+
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    version = torch.__version__.split("+")[0]
+    for packages in ([f"torch=={version}", "numpy"], ["--no-deps", str(wheel)]):
+        subprocess.run([str(python), "-m", "pip", "install", "-q", *packages], check=True, cwd=tmp_path)
+    code = """
+import time; start = time.time()
+import specdec_kernels as sk, torch
+two, seven = (torch.tensor([x], dtype=torch.int32) for x in (2, 7))
+tree = sk.chain_tree(two, seven, total_nodes=3, max_nodes=3)
+print(tree.positions.tolist(), sk.__file__)
+"""
+    env = {"PATH": "", "HOME": str(tmp_path)}
+    ran = subprocess.run([str(python), "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert ran.returncode == 0, ran.stderr
+    assert "[7, 8, 9]" in ran.stdout
+    assert str(tmp_path) in ran.stdout
+    info = subprocess.run(
+        [str(python), "-m", "specdec_kernels", "info"], capture_output=True, text=True, cwd=tmp_path, env=env
+    )
+    assert info.returncode == 0, info.stderr
+    assert "transformers" in info.stdout
