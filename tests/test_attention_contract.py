@@ -17,6 +17,13 @@ from tests.test_attention_mask import every_isa
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
+@pytest.fixture(autouse=True)
+def _kernel(request: pytest.FixtureRequest) -> None:
+    """Skip a backend without the kernel before problems are built for it."""
+    if "backend" in request.fixturenames:
+        request.getfixturevalue("backend").require("tree_attention")
+
+
 def everything(backend, batch: int = 3, **options: Any) -> Problem:
     """A problem that uses every optional input at once."""
     rng = rng_of("everything", batch)
