@@ -23,11 +23,17 @@ from specdec_kernels.sampling import (
     verify,
 )
 from specdec_kernels.tree import (
+    Candidates,
     DraftTree,
+    ExpandedLevel,
+    RerankedTree,
     StaticTree,
     build_tree,
     chain_tree,
+    collect_candidates,
+    expand_tree,
     pack_mask,
+    rerank_tree,
     sequoia_tree,
     static_tree,
     tree_from_mask,
@@ -36,6 +42,12 @@ from specdec_kernels.tree import (
 
 __version__ = "0.1.0"
 __all__ = [
+    "Candidates",
+    "ExpandedLevel",
+    "RerankedTree",
+    "collect_candidates",
+    "expand_tree",
+    "rerank_tree",
     "SCHEMAS",
     "AttentionOutput",
     "BucketPlan",

@@ -13,15 +13,29 @@ import torch
 from torch import Tensor
 
 from specdec_kernels import _ops
+from specdec_kernels._dynamic_tree import (
+    Candidates,
+    ExpandedLevel,
+    RerankedTree,
+    collect_candidates,
+    expand_tree,
+    rerank_tree,
+)
 from specdec_kernels._static_tree import StaticTree, sequoia_tree, static_tree
 
 __all__ = [
     "MAX_NODES",
+    "Candidates",
     "DraftTree",
+    "ExpandedLevel",
+    "RerankedTree",
     "StaticTree",
     "build_tree",
     "chain_tree",
+    "collect_candidates",
+    "expand_tree",
     "pack_mask",
+    "rerank_tree",
     "sequoia_tree",
     "static_tree",
     "tree_from_mask",

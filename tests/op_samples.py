@@ -154,6 +154,21 @@ def _padding_stats(B: int, strided: bool) -> Sample:
     )
 
 
+def _expand_tree(B: int, strided: bool) -> Sample:
+    return (
+        lambda scores, steps: sk.expand_tree(scores, steps, 3),
+        [view(-torch.rand(B, 2), strided), view(-torch.rand(B, 2, 4), strided)],
+    )
+
+
+def _rerank_tree(B: int, strided: bool) -> Sample:
+    scores = torch.tensor([0.0, -0.5, -1.2, -0.7, -1.4] * B)
+    return (
+        lambda s, p, cu, n: sk.rerank_tree(s, p, cu, n, total_nodes=4 * B, sampled=True),
+        [scores, ints(PARENTS * B), offsets(B), ints([4] * B)],
+    )
+
+
 def _pack_mask(B: int, strided: bool) -> Sample:
     return sk.pack_mask, [view(torch.rand(B, 40) < 0.5, strided)]
 

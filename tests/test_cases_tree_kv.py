@@ -14,7 +14,7 @@ from specdec_kernels import _ops
 from specdec_kernels._handover import gather_accepted, prepare_next
 from specdec_kernels.batching import plan_buckets
 from specdec_kernels.kv import advance, commit_kv
-from specdec_kernels.tree import build_tree, chain_tree, static_tree
+from specdec_kernels.tree import build_tree, chain_tree, rerank_tree, static_tree
 
 
 def ints(values: Any, device: str = "cpu") -> torch.Tensor:
@@ -98,6 +98,33 @@ def test_TM_04_a_tree_deeper_than_the_drafts_is_flagged(backend: Any):
     args = [t.to(backend.device) for t in (parents, cu, ints([4]))]
     assert build_tree(*args, max_nodes=5, max_depth=4, **backend.kwargs).flags.tolist() == [0]
     assert build_tree(*args, max_nodes=5, max_depth=3, **backend.kwargs).flags.tolist() == [_ops.Flag.TREE]
+
+
+# ---- TM-05: EAGLE-2 re-ranking keeps the tree ancestor-closed, also with tied scores
+
+
+def reranked(backend: Any, probabilities: list[float], parents: list[int], keep: int) -> tuple[list[int], list[int]]:
+    backend.require("rerank_tree")
+    scores = torch.tensor(probabilities, device=backend.device).log()
+    cu, count = ints([0, len(parents)], backend.device), ints([keep + 1], backend.device)
+    got = rerank_tree(scores, ints(parents, backend.device), cu, count, total_nodes=keep + 1, **backend.kwargs)
+    size = got.cu_nodes.tolist()[1]
+    return got.selected[:size].tolist(), got.parents[:size].tolist()
+
+
+def test_TM_05_cumulative_scores_decide(backend: Any):
+    """Root children A .6, B .3; A's .7, .2; B's .9, .05; keep 4: A, A1, B, B1 and not the locally likely ones."""
+    probabilities, parents = [1, 0.6, 0.3, 0.42, 0.12, 0.27, 0.015], [-1, 0, 0, 1, 1, 2, 2]
+    selected, links = reranked(backend, probabilities, parents, 4)
+    assert selected == [0, 1, 2, 3, 5]
+    assert links == [-1, 0, 0, 1, 2]
+    assert reranked(backend, probabilities, parents, 10) == ([0, 1, 2, 3, 4, 5, 6], parents)  # only 6 exist
+
+
+def test_TM_05_a_tie_goes_to_the_shallower(backend: Any):
+    """A .5, B .5, C child of A with edge 1: keep 2 gives A and B, whatever the order of the candidates."""
+    assert reranked(backend, [1, 0.5, 0.5, 0.5], [-1, 0, 0, 1], 2) == ([0, 1, 2], [-1, 0, 0])
+    assert reranked(backend, [1, 0.5, 0.5, 0.5], [-1, 0, 1, 0], 2) == ([0, 1, 3], [-1, 0, 0])
 
 
 # ---- KV-01: compacting a scattered accepted path, with overlapping moves across a page edge
