@@ -10,8 +10,21 @@ import torch
 from torch import Tensor
 
 from specdec_kernels import _ops
+from specdec_kernels._batch_cost import BatchCostModel, SplitDecision, StepSample
+from specdec_kernels._graph_buckets import GraphBuckets
 
-__all__ = ["BucketPlan", "PaddingStats", "pack_rows", "padding_stats", "plan_buckets", "unpack_rows"]
+__all__ = [
+    "BatchCostModel",
+    "BucketPlan",
+    "GraphBuckets",
+    "PaddingStats",
+    "SplitDecision",
+    "StepSample",
+    "pack_rows",
+    "padding_stats",
+    "plan_buckets",
+    "unpack_rows",
+]
 
 MAX_BUCKETS = 64
 

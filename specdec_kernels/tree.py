@@ -7,12 +7,14 @@ is the order in which siblings are tried.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from specdec_kernels import _ops
+from specdec_kernels import _tree_layouts as _layouts
+from specdec_kernels._draft_tree import DraftTree
 from specdec_kernels._dynamic_tree import (
     Candidates,
     ExpandedLevel,
@@ -22,47 +24,35 @@ from specdec_kernels._dynamic_tree import (
     rerank_tree,
 )
 from specdec_kernels._static_tree import StaticTree, sequoia_tree, static_tree
+from specdec_kernels._tree_layouts import FlashInferMask, MedusaTree, SGLangTree, TensorRTTree
 
 __all__ = [
     "MAX_NODES",
     "Candidates",
     "DraftTree",
     "ExpandedLevel",
+    "FlashInferMask",
+    "MedusaTree",
     "RerankedTree",
+    "SGLangTree",
     "StaticTree",
+    "TensorRTTree",
     "build_tree",
     "chain_tree",
+    "check_d2t",
     "collect_candidates",
     "expand_tree",
+    "from_layout",
     "pack_mask",
     "rerank_tree",
     "sequoia_tree",
     "static_tree",
+    "to_layout",
     "tree_from_mask",
     "unpack_mask",
 ]
 
 MAX_NODES = 1024  # nodes of one request, root included
-
-
-class DraftTree(NamedTuple):
-    """A ragged batch of draft trees, all int32 on one device.
-
-    parents, depths, positions, first_child, next_sibling: [N]; tree_mask: [N, ceil(max_nodes / 32)], bit j of row i
-    set iff node i may attend node j of its own request; cu_nodes: [B + 1] offsets; flags: [B] bits of `Flag` (a
-    flagged request keeps its root only); max_nodes, max_depth: host bounds of one request.
-    """
-
-    parents: Tensor
-    cu_nodes: Tensor
-    tree_mask: Tensor
-    depths: Tensor
-    positions: Tensor
-    first_child: Tensor
-    next_sibling: Tensor
-    flags: Tensor
-    max_nodes: int
-    max_depth: int
 
 
 def _allocate(nodes: int, requests: int, max_nodes: int, device: torch.device) -> list[Tensor]:
@@ -188,3 +178,91 @@ def tree_from_mask(tree_mask: Tensor, cu_nodes: Tensor, *, max_nodes: int, backe
     parents = torch.empty(tree_mask.shape[0], dtype=torch.int32, device=tree_mask.device)
     _ops.call(op, backend, tree_mask.device, tree_mask, cu_nodes, max_nodes, parents)
     return parents
+
+
+Layout: TypeAlias = "SGLangTree | TensorRTTree | MedusaTree | FlashInferMask"
+
+
+def to_layout(
+    tree: DraftTree,
+    layout: str,
+    *,
+    mask_mode: str = "QLEN_ONLY",
+    total_context: int | None = None,
+    total_bytes: int | None = None,
+) -> Layout:
+    """The tree in another engine's buffers, rectangular over N = tree.max_nodes, without reading a value on the host.
+
+    layout: "sglang" -> SGLangTree (mask_mode "FULL_MASK", "QLEN_ONLY" or "QLEN_ONLY_BITPACKING"; FULL_MASK needs
+    total_context, the sum of the context lengths or a bound); "trtllm" -> TensorRTTree; "medusa" -> MedusaTree;
+    "flashinfer" -> FlashInferMask (needs total_bytes, a bound on sum ceil(N_b (L_b + N_b) / 8)). What lies behind the
+    last request is zero. Nodes that a smaller tree lacks see nothing (in FULL_MASK: the context) and are not linked.
+    """
+    if layout == "sglang":
+        return _layouts.to_sglang(tree, mask_mode, total_context)
+    if layout == "trtllm":
+        return _layouts.to_tensorrt(tree)
+    if layout == "medusa":
+        return _layouts.to_medusa(tree)
+    _ops.expect("to_layout", "layout", layout == "flashinfer", "sglang, trtllm, medusa or flashinfer", repr(layout))
+    return _layouts.to_flashinfer(tree, total_bytes)
+
+
+def from_layout(
+    source: Layout,
+    *,
+    context_lens: Tensor | None = None,
+    max_nodes: int | None = None,
+    max_depth: int | None = None,
+    backend: str | None = None,
+) -> DraftTree:
+    """A tree out of another engine's buffers; malformed ones are flagged as by `build_tree`.
+
+    source: one of the tuples that `to_layout` returns. SGLangTree: links, or (retrive_next_token = None) the mask in
+    any mode; context_lens defaults to the roots' positions. TensorRTTree and MedusaTree: links or paths;
+    FlashInferMask: the mask, for which max_nodes is needed. context_lens: int32 [B], required but for SGLang.
+    """
+    op = "from_layout"
+    if not isinstance(source, (SGLangTree, TensorRTTree, MedusaTree, FlashInferMask)):
+        raise TypeError(f"{op}: source: expected what to_layout returns, got {type(source).__name__}")
+    if isinstance(source, SGLangTree) and context_lens is None:
+        context_lens = source.positions.view(source.retrive_index.shape)[:, 0].int()
+    if context_lens is None:
+        raise TypeError(f"{op}: context_lens: expected int32 [B], got None")
+    parents, cu_nodes, nodes = _layouts.parents_of(source, context_lens, max_nodes, backend)
+    return build_tree(parents, cu_nodes, context_lens, max_nodes=nodes, max_depth=max_depth, backend=backend)
+
+
+def check_d2t(
+    d2t: Tensor | None, *, draft_vocab_size: int, target_vocab_size: int, kind: str = "offset"
+) -> tuple[Tensor | None, Tensor | None]:
+    """Check a reduced draft vocabulary's map once, on the host; returns (d2t, t2d) as the sampling ops take them.
+
+    d2t: integers [draft_vocab_size]. kind "offset": target id = draft id + d2t[draft id], as EAGLE-3 checkpoints hold
+    it; "absolute": the target id itself. None means identity, which is refused unless both vocabularies have one size
+    (then (None, None) is returned). Result: int32 offsets [draft_vocab_size] and int32 [target_vocab_size], the draft
+    id of each target id or -1. ValueError for a wrong length, a target outside 0..target_vocab_size - 1, or two draft
+    ids with one target.
+    """
+    op = "check_d2t"
+    _ops.expect(op, "kind", kind in ("offset", "absolute"), "'offset' or 'absolute'", repr(kind))
+    if d2t is None:
+        same = draft_vocab_size == target_vocab_size
+        _ops.expect(op, "d2t", same, f"a map from {draft_vocab_size} to {target_vocab_size} ids", None)
+        return None, None
+    integer = not (d2t.is_floating_point() or d2t.is_complex() or d2t.dtype == torch.bool)
+    shaped = integer and list(d2t.shape) == [draft_vocab_size]
+    _ops.expect(op, "d2t", shaped, f"integers [{draft_vocab_size}]", f"{d2t.dtype} {list(d2t.shape)}")
+    ids = torch.arange(draft_vocab_size, device=d2t.device)
+    targets = d2t.long() + ids if kind == "offset" else d2t.long()
+    outside = torch.nonzero((targets < 0) | (targets >= target_vocab_size)).flatten().tolist()
+    if outside:
+        got = f"{int(targets[outside[0]])} for draft id {outside[0]}"
+        raise ValueError(f"{op}: d2t: expected targets in 0..{target_vocab_size - 1}, got {got}")
+    t2d = torch.full((target_vocab_size,), -1, dtype=torch.int32, device=d2t.device)
+    t2d[targets] = ids.int()
+    twice = torch.nonzero(t2d[targets] != ids).flatten().tolist()
+    if twice:
+        other = int(t2d[targets[twice[0]]])
+        raise ValueError(f"{op}: d2t: expected distinct targets, got one for draft ids {twice[0]} and {other}")
+    return (targets - ids).int(), t2d
