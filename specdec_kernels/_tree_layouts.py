@@ -166,7 +166,7 @@ def to_medusa(tree: DraftTree) -> MedusaTree:
     leaf = frame.exists & (spread(tree.first_child, frame, -1) < 0)
     slots = torch.arange(nodes, device=mask.device)
     # leaves, the latest first, then the rest; then every ancestor of the leaf goes to the column of its depth
-    order = torch.where(leaf, nodes - 1 - slots, 2 * nodes).argsort(-1, stable=True)
+    order = torch.where(leaf, nodes - 1 - slots, 2 * nodes).argsort(dim=-1, stable=True)
     rows = torch.gather(mask & leaf[..., None], 1, order[..., None].expand(-1, -1, nodes))
     paths = torch.full((requests, nodes, tree.max_depth + 2), -1, dtype=torch.int64, device=mask.device)
     spare = tree.max_depth + 1
