@@ -8,6 +8,7 @@
 
 #include "common/check.h"
 #include "common/dispatch.h"
+#include "kv/copy_cpu.h"
 #include "kv/kv.h"
 #include "tree/tree.h"
 
@@ -61,15 +62,21 @@ Group group_of(const char* op, const std::vector<Tensor>& k_caches, const std::v
   return group;
 }
 
-inline char* row_of(const Layer& layer, int64_t page_size, int32_t slot) {
-  return layer.base + slot / page_size * layer.stride_page + slot % page_size * layer.stride_row;
+// A move with its slots taken apart once for all layers.
+struct RowMove {
+  int32_t source_page, source_row, target_page, target_row;
+};
+
+inline char* row_of(const Layer& layer, int32_t page, int32_t row) {
+  return layer.base + page * layer.stride_page + row * layer.stride_row;
 }
 
-void move_row(const Layer& layer, int64_t page_size, Move move) {
-  const char* source = row_of(layer, page_size, move.source);
-  char* target = row_of(layer, page_size, move.target);
+void move_row(const Layer& layer, const RowMove& move, const RowMove* next, bool stream) {
+  const char* source = row_of(layer, move.source_page, move.source_row);
+  char* target = row_of(layer, move.target_page, move.target_row);
+  if (next) prefetch_bytes(row_of(layer, next->source_page, next->source_row), layer.piece);
   for (int64_t h = 0; h < layer.num_heads; h++)
-    std::memcpy(target + h * layer.stride_head, source + h * layer.stride_head, layer.piece);
+    copy_bytes(target + h * layer.stride_head, source + h * layer.stride_head, layer.piece, stream);
 }
 
 void commit_kv_cpu(Tensor page_table, Tensor context_lens, Tensor cu_nodes, Tensor accepted_nodes, Tensor num_emitted,
@@ -93,7 +100,7 @@ void commit_kv_cpu(Tensor page_table, Tensor context_lens, Tensor cu_nodes, Tens
                 num_pages = static_cast<int32_t>(group.num_pages);
 
   // Planned once, then replayed for every layer. A path's moves stay together and in order (see kv.h).
-  static thread_local std::vector<Move> plan;
+  static thread_local std::vector<RowMove> plan;
   static thread_local std::vector<int32_t> path_starts;
   plan.clear();
   path_starts.clear();
@@ -108,27 +115,32 @@ void commit_kv_cpu(Tensor page_table, Tensor context_lens, Tensor cu_nodes, Tens
     const size_t start = plan.size();
     for (int32_t j = 0; j < length; j++) {
       Move move = accepted_move(table + b * max_pages, max_pages, page_size, num_pages, lens[b], path[j], j);
-      if (moves(move)) plan.push_back(move);
+      if (moves(move))
+        plan.push_back(
+            {move.source / page_size, move.source % page_size, move.target / page_size, move.target % page_size});
     }
     if (plan.size() > start) path_starts.push_back(static_cast<int32_t>(start));
   }
   if (plan.empty()) return;
   path_starts.push_back(static_cast<int32_t>(plan.size()));
 
-  const Move* move = plan.data();  // thread_local: the workers must see this thread's arrays
+  const RowMove* move = plan.data();  // thread_local: the workers must see this thread's arrays
   const int32_t* starts = path_starts.data();
   const int64_t paths = static_cast<int64_t>(path_starts.size()) - 1, units = paths * group.layers.size();
   const Layer& first = group.layers[0];
-  const int64_t unit_bytes = static_cast<int64_t>(plan.size()) * first.piece * first.num_heads / paths;
-  torch::stable::parallel_for(0, units, std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, unit_bytes)),
-                              [&](int64_t from, int64_t to) {
-                                for (int64_t unit = from; unit < to; unit++) {
-                                  const Layer& layer = group.layers[unit / paths];
-                                  const int64_t path = unit % paths;
-                                  for (int32_t m = starts[path]; m < starts[path + 1]; m++)
-                                    move_row(layer, page_size, move[m]);
-                                }
-                              });
+  const int64_t row_bytes = first.piece * first.num_heads, moved = static_cast<int64_t>(plan.size());
+  const int64_t unit_bytes = std::max<int64_t>(1, moved * row_bytes / paths);
+  const bool stream =
+      isa() >= Isa::avx2 && moved * row_bytes * static_cast<int64_t>(group.layers.size()) > kStreamBytes;
+  torch::stable::parallel_for(0, units, std::max<int64_t>(1, kGrainBytes / unit_bytes), [&](int64_t from, int64_t to) {
+    for (int64_t unit = from; unit < to; unit++) {
+      const Layer& layer = group.layers[unit / paths];
+      const int64_t path = unit % paths;
+      for (int32_t m = starts[path]; m < starts[path + 1]; m++)
+        move_row(layer, move[m], m + 1 < moved ? move + m + 1 : nullptr, stream);
+    }
+    if (stream) stream_fence();
+  });
 }
 
 void advance_cpu(Tensor num_emitted, Tensor context_lens) {
