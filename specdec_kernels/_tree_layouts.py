@@ -221,7 +221,7 @@ def parents_from_paths(paths: Tensor, nodes: int) -> Tensor:
     """Medusa's retrieve_indices [B, leaves, depth + 1] -> parents [B, N]."""
     requests = paths.shape[0]
     above = torch.full((requests, nodes + 1), -1, dtype=torch.int64, device=paths.device)
-    child, parent = paths[..., 1:].reshape(requests, -1), paths[..., :-1].reshape(requests, -1)
+    child, parent = paths[..., 1:].flatten(1), paths[..., :-1].flatten(1)
     return above.scatter_(1, torch.where(child >= 0, child, nodes).clamp(max=nodes), parent)[:, :nodes]
 
 

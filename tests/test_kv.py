@@ -112,6 +112,25 @@ def test_commit_moves_every_dtype_bitwise(backend: Any, dtype: torch.dtype):
     assert np.array_equal(v.view(torch.uint8).cpu().numpy(), want[1])
 
 
+@pytest.mark.parametrize("form", ["layers", "padded"])
+@pytest.mark.parametrize("path", [[0, 2, 3, 4], [0, 5, 6, 7], [0, 1, 3, 9]], ids=str)
+def test_a_commit_larger_than_the_caches(backend: Any, form: str, path: list[int]):
+    """16 MiB of rows: on a CPU the targets are written around the cache (padded heads keep the ordinary way)."""
+    backend.require("commit_kv")
+    requests, page, heads, dim, layers = 64, 16, 8, 128, 24
+    shape = (layers, requests, page, heads, dim + (8 if form == "padded" else 0))
+    k = torch.randint(-99, 99, shape, device=backend.device).bfloat16()[..., :dim]
+    v = k.flip(0)
+    want = [t.clone() for t in (k, v)]
+    for t in want:  # L = 3: node j lies in row 3 + j of the request's page
+        t[:, :, [3 + j for j in range(len(path))]] = t[:, :, [3 + node for node in path]]
+    table = torch.arange(requests, dtype=torch.int32, device=backend.device).view(requests, 1)
+    args = [ints(x, backend.device) for x in ([3] * requests, [10 * b for b in range(requests + 1)], [path] * requests)]
+    commit_kv(k, v, table, *args, ints([len(path)] * requests, backend.device), **backend.kwargs)
+    assert torch.equal(k, want[0])
+    assert torch.equal(v, want[1])
+
+
 @pytest.mark.long
 def test_commit_addresses_beyond_2_gib(backend: Any):
     """Element offsets above 2^31 - 1: 64-bit products."""

@@ -105,7 +105,7 @@ def test_the_layout_of_a_small_tree_by_hand():
     assert to_layout(tree, "trtllm").position_offsets.tolist() == [[0, 1, 1, 2, 2]]
     paths = to_layout(tree._replace(max_depth=2), "medusa").retrieve_indices
     assert paths[0].tolist() == [[0, 2, 4], [0, 1, 3], *[[-1, -1, -1]] * 3]
-    assert to_layout(tree, "flashinfer", total_bytes=5).packed_mask.tolist() == [135, 199, 55, 207, 5]
+    assert to_layout(tree, "flashinfer", total_bytes=5).packed_mask.tolist() == [135, 199, 229, 117, 5]
 
 
 def test_medusa_paths_of_a_static_tree():
