@@ -206,6 +206,8 @@ def best_of(runs: int, function: Any) -> float:
 def test_PF_05_a_dense_path_is_close_to_free(backend: Any):
     """The cost of a commit follows the rows moved: none, one a request, four a request."""
     backend.require("commit_kv")
+    if backend.name not in ("cpu", "cuda"):
+        pytest.skip("times are not meaningful on an emulated backend")
     B = 32
     k = torch.zeros(16, B, 16, 8, 64, device=backend.device)  # 16 layers
     handle = kv_handle(k, k.clone())

@@ -115,8 +115,10 @@ def test_commit_moves_every_dtype_bitwise(backend: Any, dtype: torch.dtype):
 @pytest.mark.parametrize("form", ["layers", "padded"])
 @pytest.mark.parametrize("path", [[0, 2, 3, 4], [0, 5, 6, 7], [0, 1, 3, 9]], ids=str)
 def test_a_commit_larger_than_the_caches(backend: Any, form: str, path: list[int]):
-    """16 MiB of rows: on a CPU the targets are written around the cache (padded heads keep the ordinary way)."""
+    """12 to 18 MiB of rows: on a CPU the targets are written around the cache (padded heads: the ordinary way)."""
     backend.require("commit_kv")
+    if backend.name not in ("cpu", "cuda"):
+        pytest.skip(f"outside the sizes of backend {backend.name}")
     requests, page, heads, dim, layers = 64, 16, 8, 128, 24
     shape = (layers, requests, page, heads, dim + (8 if form == "padded" else 0))
     k = torch.randint(-99, 99, shape, device=backend.device).bfloat16()[..., :dim]
