@@ -94,7 +94,26 @@ def _backends() -> list[Backend]:
     return found + [Backend(name, "cpu", name) for name in cuda_on_cpu.BACKENDS if cuda_on_cpu.missing(name) is None]
 
 
-@pytest.fixture(params=_backends(), ids=repr)
+# The op that stands for a suite: an emulated backend without a kernel for it takes no part (no skip for each test).
+_SUITES = (
+    ("attention", "tree_attention"),
+    ("sampl|distribution|row_blocks", "verify"),
+    ("test_kv", "commit_kv"),
+    ("batching", "plan_buckets"),
+    ("", "build_tree"),
+)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "backend" not in metafunc.fixturenames:
+        return
+    op = next(op for pattern, op in _SUITES if re.search(pattern, metafunc.module.__name__))
+    emulated = cuda_on_cpu.BACKENDS
+    takes_part = [b for b in _backends() if b.name not in emulated or cuda_on_cpu.supports(op, b.name)]
+    metafunc.parametrize("backend", takes_part, ids=repr, indirect=True)
+
+
+@pytest.fixture
 def backend(request: pytest.FixtureRequest) -> Backend:
     return request.param
 
