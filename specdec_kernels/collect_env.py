@@ -62,7 +62,9 @@ def environment() -> list[tuple[str, str]]:
     try:
         from specdec_kernels import _C
 
-        rows += [(f"build {key}", str(value)) for key, value in _C.build_info().items() if value != ""]
+        for key, value in _C.build_info().items():
+            if value != "":
+                rows.append((f"build {key}", hex(int(value)) if key == "torch_abi" else str(value)))
     except ImportError:
         rows.append(("build info", "_C not built for this Python; the ops library does not need it"))
     rows += [(name, os.environ[name]) for name in sorted(os.environ) if name.startswith("SPECDEC_")]
