@@ -27,8 +27,8 @@ PROMPTS = (
     ("summary", "summary.txt", True, 128),
     ("chat", "chat.txt", True, 128),
 )
-EQUALITY_TOKENS = 128
-PAIRS, SEGMENT_TOKENS = 6, 18  # timed segments a prompt, tokens each, behind a first one that holds the prefill
+EQUALITY_TOKENS = 96
+PAIRS, SEGMENT_TOKENS = 5, 16  # timed segments a prompt, tokens each, behind a first one that holds the prefill
 
 
 @dataclass
