@@ -48,7 +48,7 @@ inline void block_product(const ProductArgs& p, int col) {
     if (kBoth) _tile_zero(3);
   }
   for (int u = 0; u < p.units; u += 16) {
-    for (int i = 0; i < 16; i++) prefetch_step(*p.ahead);
+    for (int i = 0; i < 16; i++) prefetch_one(*p.ahead);
     const uint32_t *a = p.a + u, *b = p.b + u * p.ldb + col;
     _tile_loadd(4, a, a_bytes);
     _tile_loadd(6, b, b_bytes);

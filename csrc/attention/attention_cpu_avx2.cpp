@@ -71,7 +71,7 @@ struct Avx2Float32 {
   using Units = __m256;
   static constexpr int kPack = 1;
   static Units load_units(const uint32_t* p) { return _mm256_loadu_ps(reinterpret_cast<const float*>(p)); }
-  static Units broadcast(uint32_t unit) { return _mm256_set1_ps(bits_float(unit)); }
+  static Units broadcast(const char* unit) { return _mm256_set1_ps(*reinterpret_cast<const float*>(unit)); }
   static __m256 dot(__m256 sum, Units a, Units b) { return _mm256_fmadd_ps(a, b, sum); }
   static void store_weights(uint32_t* p, int index, __m256 w) {
     _mm256_storeu_ps(reinterpret_cast<float*>(p) + index, w);

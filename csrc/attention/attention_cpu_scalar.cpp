@@ -62,7 +62,7 @@ struct PortableFloat32 {
   using Units = Portable::F;
   static constexpr int kPack = 1;
   static Units load_units(const uint32_t* p) { return Portable::load(reinterpret_cast<const float*>(p)); }
-  static Units broadcast(uint32_t unit) { return Portable::set1(bits_float(unit)); }
+  static Units broadcast(const char* unit) { return Portable::set1(*reinterpret_cast<const float*>(unit)); }
   static Units dot(Units sum, Units a, Units b) { return sum + a * b; }
   static void store_weights(uint32_t* p, int index, Units w) {
     Portable::store(reinterpret_cast<float*>(p) + index, w);

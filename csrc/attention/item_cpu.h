@@ -181,6 +181,7 @@ class ItemWorker {
       if (tile + 1 < end) resolve(block, shape, tile + 1, next);
       for (int h = 0; any && h < block.num_heads; h++) {
         const bool last = h + 1 == block.num_heads;
+        lines_[0] = zeros_;
         Prefetch ahead = {lines_, lines_, 1};
         if (!last || tile + 1 < end) ask_for(last ? next : now, last ? 0 : h + 1, block, ahead);
         attend_head(block, now, h, any, all, ahead);
@@ -198,10 +199,12 @@ class ItemWorker {
       for (int64_t b = 0; b < p_.head_dim * bytes; b += 64) *line++ = rows.k[i] + k_shift + b;
       for (int64_t b = 0; b < p_.v_dim * bytes; b += 64) *line++ = rows.v[i] + v_shift + b;
     }
-    const int64_t block_rows = block.num_nodes * p_.group;
-    const int64_t steps = 256 + (block_rows + 5) / 6 * (q_row_ + kTileKeys / kernels_.pack * ((p_.v_dim + 63) / 64));
-    ahead.end = line;
-    ahead.pace = static_cast<int>((line - lines_) / steps + 1);
+    if (line == lines_) return;
+    ahead.last = line - 1;
+    const int64_t products =
+        (block.num_nodes * p_.group + 5) / 6 * (q_row_ + kTileKeys / kernels_.pack * ((p_.v_dim + 63) / 64));
+    const int64_t left = line - lines_ - products;
+    ahead.pace = static_cast<int>(left > 0 ? left / 256 + 1 : 1);  // a tile is packed in about 256 steps
   }
 
   // One KV head's tile: pack it, then every row of that head against it.

@@ -3,7 +3,7 @@
 //
 //   S: F (vector of S::kWidth floats), load, store, set1, add, mul, sub, div, fma, max, exp2, keep(bits, x, otherwise),
 //      any_above(x, limit) (true for NaN), reduce_max
-//   C: kPack, dot(acc, unit, vector), load_units(ptr), store_weights(ptr, F)
+//   C: kPack, dot(acc, unit, vector), load_units(ptr), broadcast(ptr to a unit), store_weights(ptr, F)
 #pragma once
 #include "tile_cpu.h"
 
@@ -14,8 +14,10 @@ using namespace specdec;
 // C[MR][NV vectors] at (row, col) of the product, kept in registers over all units.
 template <class S, class C, int MR, int NV>
 inline void micro_product(const ProductArgs& p, int row, int col) {
-  const uint32_t *a = p.a + row * p.lda, *b = p.b + col;
-  const int64_t lda = p.lda, ldb = p.ldb, ldc = p.ldc;
+  // Rows 0..2 and 3..5 are reached from two pointers by multiples of one stride: few registers, no spills.
+  const char *upper = reinterpret_cast<const char*>(p.a + row * p.lda), *lower = upper + 12 * p.lda;
+  const int64_t stride = 4 * p.lda, ldb = p.ldb, ldc = p.ldc;
+  const uint32_t* b = p.b + col;
   float* c = p.c + row * ldc + col;
   Prefetch ahead = *p.ahead;
   typename S::F acc[MR][NV];
@@ -24,16 +26,20 @@ inline void micro_product(const ProductArgs& p, int row, int col) {
 #pragma GCC unroll 4
     for (int v = 0; v < NV; v++) acc[r][v] = p.accumulate ? S::load(c + r * ldc + v * S::kWidth) : S::set1(0.0f);
   for (int u = 0; u < p.units; u++) {
-    prefetch_step(ahead);
+    asm volatile("" : "+r"(upper), "+r"(lower));  // or the compiler keeps six pointers and spills
+    prefetch_one(ahead);
     typename C::Units column[NV];
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; v++) column[v] = C::load_units(b + u * ldb + v * S::kWidth);
+    for (int v = 0; v < NV; v++) column[v] = C::load_units(b + v * S::kWidth);
 #pragma GCC unroll 8
     for (int r = 0; r < MR; r++) {
-      typename C::Units unit = C::broadcast(a[r * lda + u]);
+      typename C::Units unit = C::broadcast((r < 3 ? upper : lower) + r % 3 * stride);
 #pragma GCC unroll 4
       for (int v = 0; v < NV; v++) acc[r][v] = C::dot(acc[r][v], unit, column[v]);
     }
+    upper += 4;
+    lower += 4;
+    b += ldb;
   }
 #pragma GCC unroll 8
   for (int r = 0; r < MR; r++)
@@ -139,7 +145,7 @@ void careful_product(const uint32_t* weights, const AttendArgs& args, float* out
     if (!kept) continue;
     const uint32_t* v = args.v + u * static_cast<int64_t>(args.v_dim);
     for (int d = 0; d < args.v_dim; d++) row[d] = v[d] & kept;
-    const typename C::Units weight = C::broadcast(weights[u]);
+    const typename C::Units weight = C::broadcast(reinterpret_cast<const char*>(weights + u));
     for (int d = 0; d < args.v_dim; d += S::kWidth)
       S::store(out + d, C::dot(S::load(out + d), weight, C::load_units(row + d)));
   }

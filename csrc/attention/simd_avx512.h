@@ -73,7 +73,7 @@ struct Avx512Float32 {
   using Units = __m512;
   static constexpr int kPack = 1;
   static Units load_units(const uint32_t* p) { return _mm512_loadu_ps(p); }
-  static Units broadcast(uint32_t unit) { return _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(unit))); }
+  static Units broadcast(const char* unit) { return _mm512_set1_ps(*reinterpret_cast<const float*>(unit)); }
   static __m512 dot(__m512 sum, Units a, Units b) { return _mm512_fmadd_ps(a, b, sum); }
   static void store_weights(uint32_t* p, int index, __m512 w) { _mm512_storeu_ps(p + index, w); }
 };
@@ -114,13 +114,24 @@ inline void transpose16(const uint32_t* const* rows, int first, int columns, uin
   }
 }
 
+// Rows that lie a multiple of 4 KiB apart share one set of the first-level cache and evict each other while 16 of them
+// are gathered: those are copied side by side first, a row at a time.
 inline void transpose_keys(const void* const* rows, int units, uint32_t* dst, Prefetch& ahead) {
   const uint32_t* const* keys = reinterpret_cast<const uint32_t* const*>(rows);
-  for (int u = 0; u < units; u += 16)
-    for (int key = 0; key < kTileKeys; key += 16) {
+  const bool aliased = (reinterpret_cast<intptr_t>(rows[1]) - reinterpret_cast<intptr_t>(rows[0])) % 4096 == 0;
+  alignas(64) uint32_t copy[16][kMaxHeadDim + 16];
+  const uint32_t* copies[16];
+  for (int i = 0; i < 16; i++) copies[i] = copy[i];
+  for (int key = 0; key < kTileKeys; key += 16) {
+    for (int i = 0; aliased && i < 16; i++)
+      for (int u = 0; u < units; u += 8)
+        _mm256_store_si256(reinterpret_cast<__m256i*>(copy[i] + u),
+                           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keys[key + i] + u)));
+    for (int u = 0; u < units; u += 16) {
       for (int i = 0; i < 8; i++) prefetch_step(ahead);
-      transpose16(keys + key, u, units - u < 16 ? units - u : 16, dst + u * kTileKeys + key);
+      transpose16(aliased ? copies : keys + key, u, units - u < 16 ? units - u : 16, dst + u * kTileKeys + key);
     }
+  }
 }
 
 inline bool pack_values_float32(const void* const* rows, int v_dim, uint32_t* dst, bool check, Prefetch& ahead) {

@@ -8,8 +8,8 @@ struct Avx512BFloat16 {
   using Units = __m512bh;
   static constexpr int kPack = 2;
   static Units load_units(const uint32_t* p) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(p)); }
-  static Units broadcast(uint32_t unit) {
-    return reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(unit)));
+  static Units broadcast(const char* unit) {
+    return reinterpret_cast<__m512bh>(_mm512_set1_epi32(*reinterpret_cast<const int*>(unit)));
   }
   static __m512 dot(__m512 sum, Units a, Units b) { return _mm512_dpbf16_ps(sum, a, b); }
   static void store_weights(uint32_t* p, int index, __m512 w) {

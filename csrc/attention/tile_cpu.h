@@ -24,16 +24,21 @@ constexpr int kMaxBlockRows = 32;  // rows of one attend call
 constexpr float kRescaleLog2 = 8;  // a running maximum is raised only when a score exceeds it by 2^8
 constexpr int kMaxHeadDim = 256;
 
-// Cache lines of the next tile, asked for a few at a time while this one is computed: hardware prefetching stops at
-// page borders, and a burst of requests would stall the core that issues it.
+// Cache lines of the next tile, asked for one by one while this tile is computed: hardware prefetching stops at page
+// borders, and a burst of requests would stall the core that issues it.
 struct Prefetch {
   const char* const* next;
-  const char* const* end;
-  int pace;  // lines a step
+  const char* const* last;  // asked for again and again once all are under way: cheaper than a branch
+  int pace;                 // lines a packing step; product steps take one each
 };
 
-inline __attribute__((always_inline)) void prefetch_step(Prefetch& ahead) {
-  for (int i = 0; i < ahead.pace && ahead.next < ahead.end; i++) __builtin_prefetch(*ahead.next++, 0, 2);
+inline __attribute__((always_inline)) void prefetch_one(Prefetch& ahead) {
+  __builtin_prefetch(*ahead.next, 0, 2);
+  ahead.next += ahead.next < ahead.last;
+}
+
+inline void prefetch_step(Prefetch& ahead) {
+  for (int i = 0; i < ahead.pace; i++) prefetch_one(ahead);
 }
 
 // C[rows][n] = (or +=) A[rows][units] x B[units][n]; ld*: elements from row to row.
