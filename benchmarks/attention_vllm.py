@@ -43,7 +43,7 @@ def vllm_attention(work: Workload) -> Callable[[], torch.Tensor]:
     out = torch.empty_like(work.q)
 
     def call(table: torch.Tensor) -> torch.Tensor:
-        options: dict[str, Any] = {"causal": True, "alibi_slopes": None, "sliding_window": (-1, -1), "softcap": 0.0}
+        options: dict[str, Any] = {"causal": True, "alibi_slopes": None, "sliding_window": -1, "softcap": 0.0}
         ops.cpu_attention_with_kv_cache(
             query=work.q, key_cache=k_cache, value_cache=v_cache, output=out, query_start_loc=work.cu_nodes,
             seq_lens=lengths, scale=work.head_dim**-0.5, block_table=table, scheduler_metadata=schedule, s_aux=None,

@@ -89,7 +89,9 @@ def grid(bench: Bench, options: argparse.Namespace, dtype: str) -> None:
             shape = {"section": "grid", "dtype": dtype, "B": batch, "context": context, "nodes": nodes}
             floor = floors(work, flops, exponentials)
             shape |= {name: round(seconds, 6) for name, seconds in floor.items()}
-            rows = bench.compare(shape, providers_of(work, set(options.providers)), work.gate, work.kv_bytes)
+            providers = providers_of(work, set(options.providers))
+            base = "torch" if "torch" in providers else None
+            rows = bench.compare(shape, providers, work.gate, work.kv_bytes, base)
             bound = max(floor["read_s"], floor["gemm_s"] + floor["exp_s"])
             print(f"    floor {bound * 1e3:.3f} ms, ours {rows[0]['median_s'] / bound:.2f} times it")
 
