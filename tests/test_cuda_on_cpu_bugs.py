@@ -42,6 +42,27 @@ def chain_call() -> Call:
     return "chain_tree", [ints([7, 5, 9, 3]), ints([1, 2, 3, 4]), 16, *outputs]
 
 
+def attention_call(num_splits: int = 1) -> Call:
+    """Two requests over 208 and 67 keys: four tiles, so that a stage is refilled; 8 nodes x 2 heads fill a row tile."""
+    generator = torch.Generator().manual_seed(5)
+
+    def values(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    nodes, pages = 11, 20
+    order = torch.randperm(pages, generator=generator).tolist()
+    table = ints([*order[:14], *order[14:], *[-1] * 8]).view(2, 14)
+    mask = ints([(1 << (i % 8)) | 1 | (6 if i % 3 else 0) for i in range(nodes)]).view(nodes, 1)
+    workspace = torch.zeros(1 << 18, dtype=torch.uint8) if num_splits > 1 else None
+    inputs = [values(nodes, 4, 64), values(pages, 16, 2, 64), values(pages, 16, 2, 64), table, ints([200, 64]),
+              ints([0, 8, 11]), mask, *[None] * 8, 8, 0.125, 0.0, -1, "NHD", num_splits, False]  # fmt: skip
+    return "tree_attention", [*inputs, workspace, poisoned(nodes, 4, 64, dtype=torch.bfloat16), poisoned(nodes, 4)]
+
+
+def split_call() -> Call:
+    return attention_call(2)
+
+
 @dataclass(frozen=True)
 class Planted:
     name: str
@@ -49,6 +70,7 @@ class Planted:
     call: Callable[[], Call]
     layer: str
     says: str = ""  # regular expression the report must match
+    path: str = "source"  # "ptx": the fault is in the text of an instruction, and only path B runs that
 
 
 BUGS = [
@@ -71,6 +93,17 @@ BUGS = [
         "block_race", 8, lambda: tree_call(4), "report", r"write-write race on global byte \d+ of '\w+'.*of block 1"
     ),
     Planted("uninitialised_output", 9, tree_call, "result"),
+    Planted(
+        "wait_group_off_by_one", 10, attention_call, "report", r"cp\.async destination before its wait.*attention_mma"
+    ),
+    Planted(
+        "refill_too_early", 11, attention_call, "report", r"race on shared byte.*attention_mma|in flight.*attention_mma"
+    ),
+    Planted("swapped_mma_operands", 12, attention_call, "result", path="ptx"),
+    Planted("wrong_ldmatrix_address", 13, attention_call, "result"),
+    Planted("ticket_without_fence", 14, split_call, "report", r"race on global byte \d+ of 'workspace'.*of block \d+"),
+    Planted("counter_not_reset", 15, split_call, "result"),
+    Planted("missing_wait", 17, attention_call, "report", r"before its wait|never waited for"),
     Planted("uninitialised_shared", 16, tree_call, "report", r"read of uninitialised shared memory.*tree_cuda"),
 ]
 
@@ -80,22 +113,43 @@ def planted() -> Library:
     return cuda_on_cpu.library("planted")
 
 
-def outputs_of(op: str, arguments: list[object]) -> list[torch.Tensor]:
+def results_of(op: str, arguments: list[object]) -> list[torch.Tensor]:
+    """What the call has written, its workspace aside."""
     schema = getattr(torch.ops.specdec, op).default._schema
-    pairs = zip(schema.arguments, arguments)
+    pairs = [(a, v) for a, v in zip(schema.arguments, arguments) if v is not None and a.name != "workspace"]
     return [value for a, value in pairs if a.alias_info is not None and a.alias_info.is_write]
 
 
-def wrong(library: Library, call: Callable[[], Call], tolerance: float = 0.0) -> bool:
-    """Run on the library and on the CPU op; whether any output differs. Reports propagate."""
-    (op, emulated), (_, expected) = call(), call()
-    cuda_on_cpu.run_op(library, op, *emulated)
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Integers exactly; floats to bfloat16's resolution, NaN (poison) equal to nothing."""
+    return torch.equal(a, b) if not a.dtype.is_floating_point else torch.allclose(a.float(), b.float(), atol=0.03)
+
+
+def wrong(library: Library, call: Callable[[], Call]) -> bool:
+    """Run twice on the library, with one workspace, and once on the CPU op; whether any output differs."""
+    (op, emulated), (_, again), (_, expected) = call(), call(), call()
     _ops.call(op, None, torch.device("cpu"), *expected)
-    return not all(torch.equal(a, b) for a, b in zip(outputs_of(op, emulated), outputs_of(op, expected)))
+    for i, argument in enumerate(getattr(torch.ops.specdec, op).default._schema.arguments):
+        if argument.name == "workspace":
+            again[i] = emulated[i]
+    for arguments in (emulated, again):
+        cuda_on_cpu.run_op(library, op, *arguments)
+        pairs = zip(results_of(op, arguments), results_of(op, expected))
+        if not all(close(a, b) for a, b in pairs):
+            return True
+    return False
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_planted_bug_is_caught(planted: Library, bug: Planted):
+    if bug.path == "ptx":
+        if cuda_on_cpu.missing("ptx"):
+            pytest.skip("no nvcc")
+        library = cuda_on_cpu.library("race", "80", "attention", (f"SPECDEC_PLANTED_BUG={bug.number}",))
+        assert not wrong(library, bug.call), "the source model does not have this bug"
+        with library.configured(path="ptx"):
+            assert wrong(library, bug.call), f"{bug.name} survived"
+        return
     planted.emulated_plant(bug.number)
     try:
         if bug.layer == "result":

@@ -29,14 +29,20 @@ PTX_ARCH = "80"
 
 
 @functools.cache
-def library(variant: str = "race", ptx_arch: str | None = None) -> Library:
-    """Build and load every CUDA file of the package.
+def library(
+    variant: str = "race", ptx_arch: str | None = None, family: str | None = None, defines: tuple[str, ...] = ()
+) -> Library:
+    """Build and load the CUDA files of the package.
 
     variant: "race", "plain", "planted" or "asan" (tests/cuda_on_cpu/build.py). ptx_arch: also carry the translated PTX
-    for this architecture ("80", "90a").
+    for this architecture ("80", "90a"). family: the files of one room only. defines: macros for the kernel files.
     """
-    name = f"specdec_emulated_{variant}" + (f"_sm{ptx_arch}" if ptx_arch else "")
-    path = build.emulated_library(build.cuda_sources(), name, variant, ptx_arch)
+    name = "_".join(
+        ["specdec_emulated", variant, *([f"sm{ptx_arch}"] if ptx_arch else []), *([family] if family else [])]
+    )
+    name += "".join("_" + re.sub(r"\W", "_", define) for define in defines)
+    sources = [path for path in build.cuda_sources() if family in (None, path.parent.name)]
+    path = build.emulated_library(sources, name, variant, ptx_arch, defines)
     _ops.define_namespace(name)
     torch.ops.load_library(str(path))
     loaded = Library(path)

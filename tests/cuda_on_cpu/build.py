@@ -158,6 +158,7 @@ def emulated_library(
 
     folder = BUILD / name
     key = hashlib.sha256(" ".join(defines).encode()).hexdigest()[:8] if defines else "sound"
+    defines = (*defines, "SPECDEC_FEW_INSTANCES")
     flags = [*VARIANTS[variant][0], "-DSPECDEC_EMULATED", f"-DSPECDEC_EMULATED_LIBRARY={name}", *torch_flags()[0]]
     flags += [f"-D{define}" for define in defines]
     with locked():

@@ -123,6 +123,11 @@ def sign(f: Function, p: list[str], a: list[str]) -> str:
     )
 
 
+@handles("copysign")
+def copy_sign(f: Function, p: list[str], a: list[str]) -> str:
+    return f.assign(a[0], p[-1], f"std::copysign({f.value(a[2], p[-1])}, {f.value(a[1], p[-1])})")
+
+
 @handles("selp")
 def select(f: Function, p: list[str], a: list[str]) -> str:
     return f.assign(a[0], p[-1], f"{f.value(a[3], 'pred')} ? {f.value(a[1], p[-1])} : {f.value(a[2], p[-1])}")

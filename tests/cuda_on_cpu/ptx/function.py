@@ -78,6 +78,8 @@ class Function:
             if kind == "f32":
                 return f"F({number & 0xFFFFFFFF}u)"
             return f"({C_TYPES[kind]})({number & (1 << 64) - 1}ull)"
+        if operand in self.parameters:  # its address, for generic loads
+            return f"({C_TYPES[kind]})(uintptr_t)(P + {self.parameters[operand][0]})"
         if operand in self.symbols:
             return f"({C_TYPES[kind]})({self.symbols[operand]})"
         variable, have = self.register(operand)
@@ -125,7 +127,7 @@ class Function:
         if not match:
             raise UnsupportedError(f"address {operand}")
         base, offset = match[1], int(match[2] or "0", 0)
-        if space == "param":
+        if space == "param" and base in self.parameters:
             return f"(P + {self.parameters[base][0] + offset})"
         if space == "shared":
             return f"(uint32_t)({self.value(base, 'u32')} + {offset})"

@@ -34,7 +34,7 @@ def load(f: Function, p: list[str], a: list[str]) -> str:
     kind, space, targets = p[-1], space_of(p), f.elements(a[0])
     size = SIZES[kind] * len(targets)
     operand = a[1].split("]")[0] + "]"
-    if space == "param" and not any(name in operand for name in f.parameters):
+    if space == "param" and "%" not in operand and not any(name in operand for name in f.parameters):
         return "".join(f.assign(t, kind, "0") for t in targets)  # the result of an ignored call
     if space in ("param", "local"):
         source = f"(const char*){f.address(operand, space)}"

@@ -152,13 +152,14 @@ static bool launch_entry(const std::string& name, LaunchShape shape, const void*
   const PtxKernel& kernel = found->second;
   struct Call {
     void (*body)(const unsigned char*);
-    std::vector<unsigned char> parameters;
-  } call{kernel.body, std::vector<unsigned char>(std::max(bytes, kernel.parameter_bytes) + 16)};
-  memcpy(call.parameters.data(), parameters, bytes);
+    alignas(16) unsigned char parameters[4096];  // inside the closure: kernels may take their address
+  } call{kernel.body, {}};
+  if (std::max(bytes, kernel.parameter_bytes) > sizeof call.parameters) return false;
+  memcpy(call.parameters, parameters, bytes);
   shape.shared_bytes += kernel.static_shared_bytes;
   auto body = [](void* opaque) {
     auto* c = static_cast<Call*>(opaque);
-    c->body(c->parameters.data());
+    c->body(c->parameters);
   };
   launch(found->first.c_str(), shape, body, &call, sizeof call);
   return true;

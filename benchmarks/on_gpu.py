@@ -1,0 +1,235 @@
+"""The one script for a GPU machine that is bare and lent for minutes: `python -m benchmarks.on_gpu [--out DIR]`.
+
+Needs nothing but Python, torch and the prebuilt ops library beside the package. Stages run in order of worth, each with
+a share of the time; every result is a JSONL row written at once, so a machine that goes away takes nothing along.
+
+    environment    torch, driver, device, which ops libraries loaded
+    correctness    every op that has a CUDA or Triton kernel against the CPU op, on its sample calls    (2 min)
+    timings        attention and verify: the benchmark families' quick runs                              (3 min)
+    sanitizer      compute-sanitizer memcheck and racecheck on small shapes, where the tool is           (2 min)
+    engine         one generation with random weights in SmolLM2's shape
+
+On a machine without a GPU every stage that needs one says so and the script runs to its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+STAGE_SECONDS = {"environment": 20, "correctness": 120, "timings": 180, "sanitizer": 120, "engine": 40}
+
+
+class Skip(Exception):  # noqa: N818  (not an error: a stage that cannot run here, with its reason)
+    pass
+
+
+class Log:
+    """Appends rows to one JSONL file and prints them."""
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self.start = path, time.monotonic()
+
+    def write(self, stage: str, **row: Any) -> None:
+        text = json.dumps({"stage": stage, "at": round(time.monotonic() - self.start, 2), **row}, default=str)
+        with self.path.open("a") as file:
+            file.write(text + "\n")
+        print(text[:240], flush=True)
+
+
+def need_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise Skip("no CUDA device: torch.cuda.is_available() is False")
+
+
+def environment(log: Log, deadline: float) -> None:
+    from specdec_kernels import _ops
+
+    row: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__, "libraries": _ops.NATIVE}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        row |= {"device": properties.name, "capability": f"{properties.major}.{properties.minor}",
+                "memory_gib": round(properties.total_memory / 2**30, 1), "cuda": torch.version.cuda}  # fmt: skip
+    log.write("environment", **row)
+
+
+def _to(value: Any, device: str) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().to(device)
+    return [_to(one, device) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> tuple[bool, float]:
+    """Integers must agree exactly; floats to the resolution of the type they are stored in."""
+    a, b = a.cpu(), b.cpu()
+    if not a.dtype.is_floating_point:
+        return torch.equal(a, b), 0.0
+    tolerance = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}.get(a.dtype, 1e-1)
+    same = torch.allclose(a.double(), b.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
+    return same, float((a.double() - b.double()).abs().nan_to_num(0, 0, 0).max()) if a.numel() else 0.0
+
+
+def sample_calls(op: str) -> list[list[Any]]:
+    """Arguments of the out-variant in the op's sample calls (tests/op_samples.py): batch 3 dense, batch 1 strided."""
+    from specdec_kernels import _ops
+
+    samples, plain, calls = importlib.import_module("tests.op_samples").SAMPLES, _ops.call, []
+
+    def record(name: str, backend: str | None, device: torch.device, *arguments: Any) -> None:
+        calls.extend([_to(list(arguments), "cpu")] if name == op else [])
+        plain(name, backend, device, *arguments)
+
+    _ops.call = record
+    try:
+        for batch, strided in ((3, False), (1, True)):
+            run, tensors = samples[op](batch, strided)
+            run(*tensors)
+    finally:
+        _ops.call = plain
+    return calls
+
+
+def correctness(log: Log, deadline: float) -> None:
+    need_gpu()
+    from specdec_kernels import _ops
+
+    for op in sorted(_ops.SCHEMAS):
+        backends = [
+            b for b in ("native", "triton") if _ops.supports(op, b, "cuda") and _ops.supports(op, "native", "cpu")
+        ]
+        for index, arguments in enumerate(sample_calls(op) if backends else []):
+            for backend in backends:
+                if time.monotonic() > deadline:
+                    raise Skip("out of time; the ops above were compared")
+                log.write("correctness", op=op, backend=backend, sample=index, **compare(op, backend, arguments))
+
+
+def compare(op: str, backend: str, arguments: list[Any]) -> dict[str, Any]:
+    """Run one call on the GPU and on the CPU and compare what it mutates."""
+    from specdec_kernels import _ops
+
+    schema = getattr(torch.ops.specdec, op).default._schema
+    on_gpu, on_cpu = _to(arguments, "cuda"), _to(arguments, "cpu")
+    try:
+        _ops.call(op, backend, torch.device("cuda"), *on_gpu)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return {"ok": False, "error": f"{type(error).__name__}: {error}"[:400]}
+    _ops.call(op, "native", torch.device("cpu"), *on_cpu)
+    worst, wrong = 0.0, []
+    for argument, gpu, cpu in zip(schema.arguments, on_gpu, on_cpu):
+        if argument.alias_info is None or not argument.alias_info.is_write or gpu is None:
+            continue
+        for one, other in zip(*((x if isinstance(x, list) else [x]) for x in (gpu, cpu))):
+            same, error = _close(one, other)
+            worst = max(worst, error)
+            wrong += [] if same else [argument.name]
+    return {"ok": not wrong, "wrong": wrong, "largest_difference": worst}
+
+
+def _subprocess(log: Log, stage: str, command: list[str], seconds: float, **row: Any) -> None:
+    begin = time.monotonic()
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=max(5.0, seconds))
+        row |= {"rc": done.returncode, "tail": (done.stdout + done.stderr)[-1500:]}
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout or b""
+        row |= {"rc": "timeout", "tail": (output.decode() if isinstance(output, bytes) else output)[-1500:]}
+    log.write(stage, seconds=round(time.monotonic() - begin, 1), **row)
+
+
+def timings(log: Log, deadline: float) -> None:
+    need_gpu()
+    for family in ("attention", "sampling"):
+        if importlib.util.find_spec(f"benchmarks.bench_{family}") is None:
+            log.write("timings", family=family, skipped="no benchmark of this family")
+            continue
+        command = [sys.executable, "-m", f"benchmarks.bench_{family}"]
+        _subprocess(log, "timings", command, (deadline - time.monotonic()) / 2, family=family)
+
+
+def sanitizer(log: Log, deadline: float) -> None:
+    need_gpu()
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        raise Skip("no compute-sanitizer on the PATH")
+    for check in ("memcheck", "racecheck"):
+        command = [tool, "--tool", check, sys.executable, "-m", "benchmarks.on_gpu", "--only", "correctness", "--out"]
+        _subprocess(
+            log, "sanitizer", [*command, str(log.path.parent / check)], (deadline - time.monotonic()) / 2, tool=check
+        )
+
+
+def engine(log: Log, deadline: float) -> None:
+    """Random weights in SmolLM2-135M's shape: the real weights are larger than what can be carried."""
+    if importlib.util.find_spec("transformers") is None:
+        raise Skip("no transformers")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+                         num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True)  # fmt: skip
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(device, torch.bfloat16).eval()
+    if importlib.util.find_spec("specdec_kernels.engine") is None:
+        raise Skip("the engine room is not in this build")
+    prompt = torch.randint(0, config.vocab_size, (1, 64), device=device)
+    begin = time.monotonic()
+    with torch.inference_mode():
+        model(prompt)
+    log.write(
+        "engine", device=device, forward_seconds=round(time.monotonic() - begin, 4), parameters=model.num_parameters()
+    )
+
+
+STAGES: dict[str, Callable[[Log, float], None]] = {
+    "environment": environment,
+    "correctness": correctness,
+    "timings": timings,
+    "sanitizer": sanitizer,
+    "engine": engine,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "benchmarks/results/local")))
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--only", choices=sorted(STAGES))
+    options = parser.parse_args()
+    log = Log(options.out / "on_gpu.jsonl")
+    end = time.monotonic() + 60 * options.minutes
+    failed = 0
+    for name, stage in STAGES.items():
+        if options.only not in (None, name):
+            continue
+        begin = time.monotonic()
+        try:
+            stage(log, min(end, begin + STAGE_SECONDS[name]))
+            log.write(name, status="done", seconds=round(time.monotonic() - begin, 1))
+        except Skip as reason:
+            log.write(name, status="skipped", reason=str(reason))
+        except Exception:
+            failed += 1
+            log.write(name, status="failed", error=traceback.format_exc()[-1500:])
+    print(f"on_gpu: wrote {log.path}, {failed} stages failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

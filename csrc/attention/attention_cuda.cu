@@ -1,0 +1,224 @@
+// tree_attention on the GPU: checks, choice of the kernel, launch.
+//
+//   bfloat16, float16 caches with 16-byte rows and a compiled head dim   attention_mma.cuh, 16 or 32 rows a block
+//   everything else                                                      attention_simt.cuh, one warp a row
+//
+// A workspace (bytes, zeroed once) allows splits of the KV length: int32 tickets first, left zero by every call, then
+// the partial results. Without one, or with batch_invariant, a row is summed by one block, tile after tile.
+#include "attention_mma.cuh"
+#include "attention_simt.cuh"
+#include "common/dispatch.h"
+#include "common/launch.cuh"
+
+namespace specdec {
+
+static const char* const kAttentionOp = "tree_attention";
+constexpr int kMinSplitTiles = 4;  // below 256 keys a split costs more to merge than it saves
+
+static const float* scale_of(const char* argument, const std::optional<Tensor>& scale, int64_t heads, int64_t& stride) {
+  if (!scale) return nullptr;
+  check_tensor(kAttentionOp, argument, *scale, ScalarType::Float, {kAny});
+  if (scale->size(0) != 1 && scale->size(0) != heads)
+    fail(kAttentionOp, argument, "shape [1] or [", heads, "], got ", shape_text(*scale));
+  stride = scale->size(0) == 1 ? 0 : scale->stride(0);
+  return data<float>(*scale);
+}
+
+// Splits that the workspace holds and the machine can use; also places tickets and partials in it.
+static void plan_splits(AttentionParams& p, const std::optional<Tensor>& workspace, int64_t wanted, int64_t rows,
+                        int64_t multiprocessors) {
+  p.num_splits = 1;
+  if (!workspace) return;
+  const int64_t tiles = int64_t{p.num_order} * p.num_kv_heads * p.row_tiles;
+  const int64_t ticket_bytes = (tiles * 4 + 127) / 128 * 128, split_bytes = tiles * rows * (p.v_dim + 2) * 4;
+  const int64_t bytes = workspace->numel() * static_cast<int64_t>(workspace->element_size());
+  const int64_t room = tiles ? (bytes - ticket_bytes) / (split_bytes ? split_bytes : 1) : 0;
+  const int64_t most_tiles = (p.max_pages * p.page_size + kTileKeys - 1) / kTileKeys;
+  if (wanted == 0) {  // fill the machine twice, but not with crumbs
+    wanted = tiles ? (2 * multiprocessors + tiles - 1) / tiles : 1;
+    if (wanted > most_tiles / kMinSplitTiles) wanted = most_tiles / kMinSplitTiles;
+  }
+  if (wanted > most_tiles) wanted = most_tiles;
+  if (wanted > room) wanted = room;
+  if (wanted < 2) return;
+  p.num_splits = static_cast<int32_t>(wanted);
+  char* base = mutable_data<char>(*workspace);
+  p.tickets = reinterpret_cast<int32_t*>(base);
+  p.partials = reinterpret_cast<float*>(base + ticket_bytes);
+}
+
+template <class T, int D, int DV, int kRowTiles>
+static void launch_mma(const AttentionParams& p, Stream stream) {
+  constexpr int bytes = MmaTile<D, DV, kRowTiles>::kBytes;
+  allow_shared_memory(reinterpret_cast<const void*>(&tree_attention_mma_kernel<T, D, DV, kRowTiles>), bytes);
+  const dim3 grid(static_cast<unsigned>(p.row_tiles * p.num_splits), static_cast<unsigned>(p.num_kv_heads),
+                  static_cast<unsigned>(p.num_order));
+  SPECDEC_LAUNCH((tree_attention_mma_kernel<T, D, DV, kRowTiles>), grid, dim3(kMmaThreads), bytes, stream, p);
+}
+
+// False where no tensor-core kernel was compiled for the head dims.
+template <class T>
+static bool launch_mma_dims(const AttentionParams& p, int rows, Stream stream) {
+  const bool wide = rows == 32;
+  auto is = [&](int d, int dv) { return p.head_dim == d && p.v_dim == dv; };
+  if (is(64, 64)) return wide ? launch_mma<T, 64, 64, 2>(p, stream) : launch_mma<T, 64, 64, 1>(p, stream), true;
+#if !defined(SPECDEC_FEW_INSTANCES)  // CI runs one head dim on the CPU; the template is the same
+  if (is(80, 80)) return wide ? launch_mma<T, 80, 80, 2>(p, stream) : launch_mma<T, 80, 80, 1>(p, stream), true;
+  if (is(96, 96)) return wide ? launch_mma<T, 96, 96, 2>(p, stream) : launch_mma<T, 96, 96, 1>(p, stream), true;
+  if (is(128, 128)) return wide ? launch_mma<T, 128, 128, 2>(p, stream) : launch_mma<T, 128, 128, 1>(p, stream), true;
+  if (is(192, 128) && !wide) return launch_mma<T, 192, 128, 1>(p, stream), true;
+#endif
+  return false;
+}
+
+template <class T, class KV>
+static void launch_simt(const AttentionParams& p, int64_t rows, Stream stream) {
+  const dim3 grid(static_cast<unsigned>((rows + kSimtWarps - 1) / kSimtWarps), static_cast<unsigned>(p.num_kv_heads),
+                  static_cast<unsigned>(p.num_order));
+  SPECDEC_LAUNCH((tree_attention_simt_kernel<T, KV>), grid, dim3(32 * kSimtWarps), 0, stream, p);
+}
+
+// 16-byte copies need aligned rows in both caches and q.
+static bool aligned_rows(const AttentionParams& p) {
+  int64_t bits =
+      reinterpret_cast<int64_t>(p.q) | reinterpret_cast<int64_t>(p.k_cache) | reinterpret_cast<int64_t>(p.v_cache);
+  for (int64_t stride : {p.q_stride_n, p.q_stride_h, p.k_stride_page, p.k_stride_row, p.k_stride_head, p.v_stride_page,
+                         p.v_stride_row, p.v_stride_head})
+    bits |= stride * 2;
+  return bits % 16 == 0;
+}
+
+template <class T>
+static void run(AttentionParams& p, ScalarType kv_dtype, ScalarType q_dtype, int64_t max_nodes,
+                const std::optional<Tensor>& workspace, int64_t num_splits, int64_t multiprocessors, Stream stream) {
+  SPECDEC_LAUNCH((clear_tail_kernel<T>), dim3(1), dim3(32 * kSimtWarps), 0, stream, p);
+  const int64_t most_rows = max_nodes * p.group;
+  if (p.num_order == 0 || most_rows == 0) return;
+  if constexpr (!std::is_same_v<T, float>) {
+    const int rows = most_rows > 16 && p.head_dim <= 128 ? 32 : 16;
+    p.row_tiles = static_cast<int32_t>((most_rows + rows - 1) / rows);
+    if (kv_dtype == q_dtype && aligned_rows(p)) {
+      plan_splits(p, workspace, num_splits, rows, multiprocessors);
+      if (launch_mma_dims<T>(p, rows, stream)) return;
+    }
+  }
+  switch (kv_dtype) {
+    case ScalarType::Float8_e4m3fn: return launch_simt<T, Float8E4M3>(p, most_rows, stream);
+    case ScalarType::Float8_e5m2: return launch_simt<T, Float8E5M2>(p, most_rows, stream);
+    default: return launch_simt<T, T>(p, most_rows, stream);
+  }
+}
+
+void tree_attention_cuda(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor context_lens,
+                         Tensor cu_nodes, std::optional<Tensor> tree_mask, std::optional<Tensor> query_start,
+                         std::optional<Tensor> causal, std::optional<Tensor> positions,
+                         std::optional<Tensor> request_order, std::optional<Tensor> sinks,
+                         std::optional<Tensor> k_scale, std::optional<Tensor> v_scale, std::optional<Tensor> plan,
+                         int64_t max_nodes, double softmax_scale, double softcap, int64_t window, std::string kv_layout,
+                         int64_t num_splits, bool batch_invariant, std::optional<Tensor> workspace, Tensor out,
+                         std::optional<Tensor> lse) {
+  const char* op = kAttentionOp;
+  AttentionParams p = {};
+  const ScalarType q_dtype = q.scalar_type(), kv_dtype = k_cache.scalar_type();
+  const bool float8 = kv_dtype == ScalarType::Float8_e4m3fn || kv_dtype == ScalarType::Float8_e5m2;
+  if (kv_dtype != q_dtype && !float8)
+    fail(op, "k_cache", dtype_name(q_dtype), " (the dtype of q) or float8, got ", dtype_name(kv_dtype));
+  check_tensor(op, "q", q, q_dtype, {kAny, kAny, kAny});
+  check_tensor(op, "k_cache", k_cache, kv_dtype, {kAny, kAny, kAny, q.size(2)});
+  const bool hnd = is_hnd(op, kv_layout);
+  const int row_axis = hnd ? 2 : 1, head_axis = hnd ? 1 : 2;
+  check_tensor(op, "v_cache", v_cache, kv_dtype, {k_cache.size(0), k_cache.size(1), k_cache.size(2), kAny});
+  p.num_rows = q.size(0);
+  p.num_q_heads = static_cast<int32_t>(q.size(1));
+  p.head_dim = static_cast<int32_t>(q.size(2));
+  p.v_dim = static_cast<int32_t>(v_cache.size(3));
+  p.num_kv_heads = static_cast<int32_t>(k_cache.size(head_axis));
+  p.num_pages = k_cache.size(0);
+  p.page_size = k_cache.size(row_axis);
+  if (p.num_kv_heads == 0 || p.num_q_heads % p.num_kv_heads)
+    fail(op, "q", "a multiple of ", p.num_kv_heads, " query heads, got ", p.num_q_heads);
+  p.group = p.num_q_heads / p.num_kv_heads;
+  for (int dim : {p.head_dim, p.v_dim})
+    if (dim < 16 || dim > kSimtMaxDim || dim % 16)
+      fail(op, "q", "head dims that are multiples of 16 up to 256, got ", dim);
+  if (p.page_size < 1) fail(op, "k_cache", "at least one row a page, got ", shape_text(k_cache));
+  check_dense_rows(op, "q", q);
+  check_dense_rows(op, "k_cache", k_cache);
+  check_dense_rows(op, "v_cache", v_cache);
+  check_dense_rows(op, "out", out);
+  check_index(op, "context_lens", context_lens, {kAny});
+  p.num_requests = static_cast<int32_t>(context_lens.size(0));
+  check_index(op, "cu_nodes", cu_nodes, {p.num_requests + 1});
+  check_index(op, "page_table", page_table, {p.num_requests, kAny});
+  check_index(op, "tree_mask", tree_mask, {p.num_rows, kAny});
+  check_index(op, "query_start", query_start, {p.num_requests});
+  check_index(op, "causal", causal, {p.num_requests}, ScalarType::Bool);
+  check_index(op, "positions", positions, {p.num_rows});
+  check_index(op, "request_order", request_order, {kAny});
+  check_index(op, "sinks", sinks, {p.num_q_heads}, ScalarType::Float);
+  check_tensor(op, "out", out, q_dtype, {p.num_rows, p.num_q_heads, p.v_dim});
+  if (lse) {
+    check_tensor(op, "lse", *lse, ScalarType::Float, {p.num_rows, p.num_q_heads});
+    check_dense_rows(op, "lse", *lse);
+    p.lse = mutable_data<float>(*lse);
+    p.lse_stride_n = lse->stride(0);
+  }
+  if (window >= 0 && tree_mask && !positions)
+    fail(op, "positions", "a tensor (a window over a tree needs depths), got None");
+  if (window >= 0 && tree_mask && query_start)
+    fail(op, "query_start", "None with a window over a tree (earlier slots have no depth here), got a tensor");
+  if (tree_mask && !causal && max_nodes > 32 * tree_mask->size(1))
+    fail(op, "tree_mask", (max_nodes + 31) / 32, " words a row for max_nodes ", max_nodes, ", got ",
+         shape_text(*tree_mask));
+  if (plan) fail(op, "plan", "None (no planner in this build), got a tensor");
+  check_range(op, "num_splits", num_splits, 0, 1 << 20);
+
+  p.q = data<char>(q);
+  p.k_cache = data<char>(k_cache);
+  p.v_cache = data<char>(v_cache);
+  p.out = mutable_data<char>(out);
+  p.q_stride_n = q.stride(0);
+  p.q_stride_h = q.stride(1);
+  p.out_stride_n = out.stride(0);
+  p.out_stride_h = out.stride(1);
+  p.k_stride_page = k_cache.stride(0);
+  p.k_stride_row = k_cache.stride(row_axis);
+  p.k_stride_head = k_cache.stride(head_axis);
+  p.v_stride_page = v_cache.stride(0);
+  p.v_stride_row = v_cache.stride(row_axis);
+  p.v_stride_head = v_cache.stride(head_axis);
+  p.page_table = data<int32_t>(page_table);
+  p.max_pages = page_table.size(1);
+  p.context_lens = data<int32_t>(context_lens);
+  p.cu_nodes = data<int32_t>(cu_nodes);
+  p.tree_mask = data_or_null<int32_t>(tree_mask);
+  p.num_words = tree_mask ? static_cast<int32_t>(tree_mask->size(1)) : 0;
+  p.query_start = data_or_null<int32_t>(query_start);
+  p.causal = data_or_null<bool>(causal);
+  p.positions = data_or_null<int32_t>(positions);
+  p.request_order = data_or_null<int32_t>(request_order);
+  p.num_order = request_order ? static_cast<int32_t>(request_order->size(0)) : p.num_requests;
+  p.sinks = data_or_null<float>(sinks);
+  p.k_scale = scale_of("k_scale", k_scale, p.num_kv_heads, p.k_scale_stride);
+  p.v_scale = scale_of("v_scale", v_scale, p.num_kv_heads, p.v_scale_stride);
+  p.softmax_scale = static_cast<float>(softmax_scale);
+  p.softcap = static_cast<float>(softcap);
+  p.window = window < 0 || window > 2147483647 ? -1 : static_cast<int32_t>(window);
+  p.row_tiles = p.num_splits = 1;
+  if (p.num_rows == 0 || p.num_q_heads == 0) return;
+  DeviceGuard guard(q);
+  const int64_t splits = batch_invariant ? 1 : num_splits;
+  if (causal && p.num_rows > max_nodes)
+    max_nodes = p.num_rows;  // causal requests may be longer than the masks are wide
+  dispatch_float(op, "q", q_dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    run<T>(p, kv_dtype, q_dtype, max_nodes, workspace, splits, multiprocessor_count(q), current_stream(q));
+  });
+  check_launch(op);
+}
+
+}  // namespace specdec
+
+SPECDEC_CUDA_LIBRARY(m) {
+  m.impl("tree_attention", TORCH_BOX(&specdec::tree_attention_cuda));
+}

@@ -1,0 +1,81 @@
+"""Every CUDA kernel stays within its static budget (tests/budgets.json): registers, spills, shared memory, occupancy.
+
+Figures come from cubins, so they hold on any machine with nvcc; what they mean for speed, only a GPU run can say.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import static_report
+from benchmarks.static_report import Kernel, budget_of, budgets
+from tests.cuda_on_cpu import build
+
+pytestmark = pytest.mark.skipif(
+    build.missing() is not None or build.nvcc() is None or static_report.tools() is None, reason="no nvcc or cuobjdump"
+)
+
+
+def faults(kernel: Kernel, budget: dict) -> list[str]:
+    """What of the budget the kernel breaks, in words."""
+    found = []
+    if kernel.spills:
+        found.append(f"{kernel.spills} spill instructions")
+    if kernel.registers > budget["registers"]:
+        found.append(f"{kernel.registers} registers, budget {budget['registers']}")
+    if kernel.static_shared > budget["static_shared"]:
+        found.append(f"{kernel.static_shared} bytes of static shared memory, budget {budget['static_shared']}")
+    blocks, limit = kernel.occupancy(budget["threads"], budget["dynamic_shared"])
+    if blocks < budget["blocks_per_sm"]:
+        found.append(f"{blocks} blocks an SM (limited by {limit}), budget {budget['blocks_per_sm']}")
+    for name, least in budget.get("at_least", {}).items():
+        if kernel.mix.get(name, 0) < least:
+            found.append(f"{kernel.mix.get(name, 0)} {name} instructions, budget at least {least}")
+    for name, most in budget.get("at_most", {}).items():
+        if kernel.mix.get(name, 0) > most:
+            found.append(f"{kernel.mix.get(name, 0)} {name} instructions, budget at most {most}")
+    return found
+
+
+@pytest.mark.parametrize(
+    "arch", ["80", "90a", *(pytest.param(a, marks=pytest.mark.long) for a in ("86", "89", "100", "120"))]
+)
+def test_every_kernel_is_within_its_budget(arch: str):
+    table, broken = budgets(), []
+    kernels = static_report.report((arch,), few=True)
+    assert len(kernels) >= 2, "the report found no kernels"
+    for kernel in kernels:
+        budget = budget_of(kernel.name, table)
+        if budget is None:
+            broken.append(f"{kernel.name}: no entry in tests/budgets.json ({kernel.registers} registers)")
+        else:
+            broken += [f"{kernel.name} on sm_{arch}: {fault}" for fault in faults(kernel, budget)]
+    assert not broken, "\n".join(broken)
+
+
+def test_every_number_has_its_reason():
+    for name, budget in budgets().items():
+        assert len(budget["reason"]) > 30, name
+
+
+def test_a_budget_that_is_too_small_is_reported():
+    """Negative control: halve a kernel's registers and ask for more blocks than fit."""
+    kernel = next(k for k in static_report.report(("80",), few=True) if k.name == "build_tree_kernel")
+    budget = dict(budget_of(kernel.name, budgets()) or {}, registers=kernel.registers // 2, blocks_per_sm=99)
+    assert len(faults(kernel, budget)) == 2
+
+
+@pytest.mark.parametrize(
+    ("arch", "registers", "static", "threads", "dynamic", "blocks"),
+    [
+        ("80", 32, 0, 256, 0, 8),  # warps
+        ("80", 128, 0, 256, 0, 2),  # registers
+        ("86", 40, 0, 128, 0, 12),  # warps of a smaller SM
+        ("90a", 64, 0, 128, 72 << 10, 3),  # shared memory
+        ("80", 64, 0, 128, 164 << 10, 0),  # more than a block may have
+        ("120", 255, 0, 128, 0, 2),
+    ],
+)
+def test_occupancy_known_answers(arch: str, registers: int, static: int, threads: int, dynamic: int, blocks: int):
+    """Computed by hand from the limits of one SM."""
+    assert Kernel("k", arch, registers, 0, static).occupancy(threads, dynamic)[0] == blocks
