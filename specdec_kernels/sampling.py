@@ -7,76 +7,44 @@ inside. Draws depend on the request's seed, its output position, the purpose and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec_kernels import _ops
+from specdec_kernels._row_blocks import FilteredRows, RowStats, filter_rows, residual_log_weights, row_stats
+from specdec_kernels._sampling_args import (
+    LOGPROBS,
+    Bias,
+    Sampling,
+    edit_args,
+    index_arg,
+    logits_arg,
+    request_args,
+    vocab_arg,
+)
 from specdec_kernels.tree import DraftTree
 
-__all__ = ["METHODS", "Sampling", "Verified", "draft_sample", "draft_topk", "sample", "verify"]
+__all__ = [
+    "METHODS",
+    "Drafted",
+    "FilteredRows",
+    "RowStats",
+    "Sampled",
+    "Sampling",
+    "Verified",
+    "draft_sample",
+    "draft_topk",
+    "filter_rows",
+    "residual_log_weights",
+    "row_stats",
+    "sample",
+    "verify",
+    "verify_probs",
+]
 
 METHODS = ("greedy", "rejection", "target_only", "block", "coupled", "typical")
-_LOGITS = (torch.float32, torch.bfloat16, torch.float16)
-_LOGPROBS = (None, "raw", "processed", "both")
-Bias = tuple[Tensor, Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Per-request sampling parameters, device tensors of length B.
-
-    temperature: float32, at most 1e-5 is greedy (lowest id among equal logits); top_k: int32, 0 is off; top_p, min_p:
-    float32, 1 and 0 are off; seed, position, step: int64. Applied in the order temperature, min-p, top-k, top-p over
-    what is kept; at least one token stays. `position` is the output position of the next token to emit: results depend
-    on it, not on batch, row or padding. `step` counts the request's verification steps. None switches a filter off.
-    """
-
-    temperature: Tensor
-    top_k: Tensor | None = None
-    top_p: Tensor | None = None
-    min_p: Tensor | None = None
-    seed: Tensor | None = None
-    position: Tensor | None = None
-    step: Tensor | None = None
-
-    @classmethod
-    def of(
-        cls,
-        num_requests: int,
-        *,
-        temperature: float | Sequence[float] = 1.0,
-        top_k: int | Sequence[int] | None = None,
-        top_p: float | Sequence[float] | None = None,
-        min_p: float | Sequence[float] | None = None,
-        seed: int | Sequence[int] = 0,
-        position: int | Sequence[int] = 0,
-        step: int | Sequence[int] = 0,
-        device: torch.device | str | None = None,
-    ) -> Sampling:
-        """From Python numbers: one for all requests, or a list with one for each."""
-
-        def column(value, dtype):
-            if value is None:
-                return None
-            if isinstance(value, (int, float)):
-                return torch.full((num_requests,), value, dtype=dtype, device=device)
-            tensor = torch.tensor(value, dtype=dtype, device=device)
-            _ops.expect("Sampling", "list", tensor.shape == (num_requests,), f"{num_requests} values", len(value))
-            return tensor
-
-        return cls(
-            temperature=column(temperature, torch.float32),
-            top_k=column(top_k, torch.int32),
-            top_p=column(top_p, torch.float32),
-            min_p=column(min_p, torch.float32),
-            seed=column(seed, torch.int64),
-            position=column(position, torch.int64),
-            step=column(step, torch.int64),
-        )
 
 
 class Verified(NamedTuple):
@@ -93,56 +61,6 @@ class Verified(NamedTuple):
     accepted_nodes: Tensor
     flags: Tensor
     logprobs: Tensor | None
-
-
-def _sampling_args(op: str, sampling: Sampling) -> list[Tensor | None]:
-    if not isinstance(sampling, Sampling):
-        raise TypeError(f"{op}: sampling: expected a Sampling, got {type(sampling).__name__}")
-    _ops.expect_tensor(op, "temperature", sampling.temperature, torch.float32, 1)
-    wanted = dict(top_k=torch.int32, top_p=torch.float32, min_p=torch.float32)
-    wanted |= dict(seed=torch.int64, position=torch.int64, step=torch.int64)
-    for name, dtype in wanted.items():
-        value = getattr(sampling, name)
-        if value is not None or name in ("seed", "position"):
-            _ops.expect_tensor(op, name, value, dtype, 1)
-            shape = sampling.temperature.shape
-            _ops.expect(op, name, value.shape == shape, f"shape {list(shape)}", list(value.shape))
-    s = sampling
-    return [s.temperature, s.top_k, s.top_p, s.min_p, s.seed, s.position, s.step]
-
-
-def _edit_args(op: str, allowed: Tensor | None, bias: Bias | None) -> list[Tensor | None]:
-    if allowed is not None:
-        _ops.expect_tensor(op, "allowed", allowed, torch.int32, 2)
-    if bias is None:
-        return [allowed, None, None, None]
-    _ops.expect(op, "bias", len(bias) == 3, "(cu_entries, ids, values)", f"{len(bias)} entries")
-    for name, tensor, dtype in zip(
-        ("cu_entries", "ids", "values"), bias, (torch.int32, torch.int32, torch.float32), strict=True
-    ):
-        _ops.expect_tensor(op, f"bias {name}", tensor, dtype, 1)
-    return [allowed, *bias]
-
-
-def _index(op: str, name: str, value: Tensor | None, length: int, dtype: torch.dtype = torch.int32) -> Tensor | None:
-    if value is None:
-        return None
-    _ops.expect_tensor(op, name, value, dtype, 1)
-    _ops.expect(op, name, value.shape[0] == length, f"{length} entries", value.shape[0])
-    return value
-
-
-def _logits(op: str, name: str, logits: Tensor) -> Tensor:
-    _ops.expect_tensor(op, name, logits, _LOGITS, 2)
-    _ops.expect(op, name, logits.shape[1] > 0, "at least one column", list(logits.shape))
-    return logits
-
-
-def _vocab_size(op: str, vocab_size: int | None, columns: int) -> int:
-    if vocab_size is None:
-        return columns
-    _ops.expect(op, "vocab_size", vocab_size >= 1, "a positive number of ids", vocab_size)
-    return vocab_size
 
 
 def verify(
@@ -196,19 +114,19 @@ def verify(
     """
     op = "verify"
     _ops.expect(op, "method", method in METHODS, f"one of {METHODS}", repr(method))
-    _ops.expect(op, "return_logprobs", return_logprobs in _LOGPROBS, f"one of {_LOGPROBS}", repr(return_logprobs))
+    _ops.expect(op, "return_logprobs", return_logprobs in LOGPROBS, f"one of {LOGPROBS}", repr(return_logprobs))
     if tile_stats is not None:
         raise NotImplementedError("verify: tile_stats: expected None (statistics of a fused head are not read yet)")
-    nodes, columns = _logits(op, "target_logits", target_logits).shape
-    _index(op, "draft_token_ids", draft_token_ids, nodes)
-    sampling_args = _sampling_args(op, sampling)
+    nodes, columns = logits_arg(op, "target_logits", target_logits).shape
+    index_arg(op, "draft_token_ids", draft_token_ids, nodes)
+    sampling_tensors = request_args(op, sampling)
     requests = sampling.temperature.shape[0]
     got = tree.cu_nodes.shape[0] - 1
     _ops.expect(op, "tree", got == requests, f"{requests} requests as in sampling", got)
     _ops.expect(op, "tree", tree.parents.shape[0] == nodes, f"{nodes} nodes as in target_logits", tree.parents.shape[0])
     if draft_logits is not None:
-        _logits(op, "draft_logits", draft_logits)
-        _index(op, "draft_lse", draft_lse, draft_logits.shape[0], torch.float32)
+        logits_arg(op, "draft_logits", draft_logits)
+        index_arg(op, "draft_lse", draft_lse, draft_logits.shape[0], torch.float32)
     draft_args: list[Tensor | None] = [None] * 4
     if draft_sampling is not None:
         d = draft_sampling
@@ -232,15 +150,15 @@ def verify(
         backend,
         device,
         *(target_logits, draft_token_ids, tree.cu_nodes, tree.parents, tree.first_child, tree.next_sibling, tree.flags),
-        *sampling_args,
+        *sampling_tensors,
         draft_logits,
-        _index(op, "draft_rows", draft_rows, nodes),
+        index_arg(op, "draft_rows", draft_rows, nodes),
         *draft_args,
-        _index(op, "draft_log_probs", draft_log_probs, nodes, torch.float32),
+        index_arg(op, "draft_log_probs", draft_log_probs, nodes, torch.float32),
         *(draft_lse, d2t, t2d),
-        *_edit_args(op, allowed, bias),
+        *edit_args(op, allowed, bias),
         *(uniforms, request_order, tile_stats),
-        *(method, _vocab_size(op, vocab_size, columns), tree.max_nodes, tree.max_depth, return_logprobs or ""),
+        *(method, vocab_arg(op, vocab_size, columns), tree.max_nodes, tree.max_depth, return_logprobs or ""),
         *(epsilon, delta, form, workspace),
         *(output_token_ids, num_emitted, accepted_nodes, flags, logprobs),
     )
@@ -273,9 +191,9 @@ def sample(
     position of the token drawn (default: the request's `position`). Other arguments as in `verify`.
     """
     op = "sample"
-    _ops.expect(op, "return_logprobs", return_logprobs in _LOGPROBS, f"one of {_LOGPROBS}", repr(return_logprobs))
-    rows, columns = _logits(op, "logits", logits).shape
-    sampling_args = _sampling_args(op, sampling)
+    _ops.expect(op, "return_logprobs", return_logprobs in LOGPROBS, f"one of {LOGPROBS}", repr(return_logprobs))
+    rows, columns = logits_arg(op, "logits", logits).shape
+    sampling_tensors = request_args(op, sampling)
     if row_requests is None:
         requests = sampling.temperature.shape[0]
         _ops.expect(op, "row_requests", requests == rows, f"given ({rows} rows, {requests} requests)", None)
@@ -289,11 +207,11 @@ def sample(
         backend,
         logits.device,
         logits,
-        *sampling_args,
-        _index(op, "row_requests", row_requests, rows),
-        _index(op, "row_positions", row_positions, rows, torch.int64),
-        *_edit_args(op, allowed, bias),
-        _vocab_size(op, vocab_size, columns),
+        *sampling_tensors,
+        index_arg(op, "row_requests", row_requests, rows),
+        index_arg(op, "row_positions", row_positions, rows, torch.int64),
+        *edit_args(op, allowed, bias),
+        vocab_arg(op, vocab_size, columns),
         *(return_logprobs or "", token_ids, flags, logprobs),
     )
     return Sampled(token_ids, flags, logprobs)
@@ -319,8 +237,8 @@ _ALL_IDS = 2**31 - 1
 def _draft_vocab(op: str, vocab_size: int | None, d2t: Tensor | None, columns: int) -> int:
     if d2t is not None:
         _ops.expect_tensor(op, "d2t", d2t, torch.int32, 1)
-        return _vocab_size(op, vocab_size, _ALL_IDS)
-    return _vocab_size(op, vocab_size, columns)
+        return vocab_arg(op, vocab_size, _ALL_IDS)
+    return vocab_arg(op, vocab_size, columns)
 
 
 def draft_topk(
@@ -338,7 +256,7 @@ def draft_topk(
     `temperature` (default 1). Columns whose target id (column + d2t[column]) is outside [0, vocab_size) do not exist.
     """
     op = "draft_topk"
-    rows, columns = _logits(op, "logits", logits).shape
+    rows, columns = logits_arg(op, "logits", logits).shape
     out = _drafted(rows, k, logits.device)
     limit = _draft_vocab(op, vocab_size, d2t, columns)
     scale = 1.0 if temperature is None else float(temperature)
@@ -368,7 +286,7 @@ def draft_sample(
     Source: Kool et al. 1903.06059.
     """
     op = "draft_sample"
-    rows, columns = _logits(op, "logits", logits).shape
+    rows, columns = logits_arg(op, "logits", logits).shape
     out = _drafted(rows, k, logits.device)
     _ops.expect_tensor(op, "row_requests", row_requests, torch.int32, 1)
     _ops.expect_tensor(op, "row_positions", row_positions, torch.int64, 1)
@@ -377,11 +295,53 @@ def draft_sample(
         backend,
         logits.device,
         logits,
-        *_sampling_args(op, sampling),
-        _index(op, "row_requests", row_requests, rows),
-        _index(op, "row_positions", row_positions, rows, torch.int64),
-        _index(op, "row_paths", row_paths, rows),
+        *request_args(op, sampling),
+        index_arg(op, "row_requests", row_requests, rows),
+        index_arg(op, "row_positions", row_positions, rows, torch.int64),
+        index_arg(op, "row_paths", row_paths, rows),
         *(d2t, k, coupled, _draft_vocab(op, vocab_size, d2t, columns)),
         *out,
     )
     return out
+
+
+def verify_probs(
+    target_probs: Tensor,
+    draft_token_ids: Tensor,
+    tree: DraftTree,
+    uniforms: Tensor,
+    final_uniforms: Tensor,
+    *,
+    method: str,
+    draft_probs: Tensor | None = None,
+    backend: str | None = None,
+) -> Verified:
+    """`verify` for engines that hold probabilities and bring their own coins.
+
+    target_probs: float32 [N, V], normalised; uniforms: float32 [N], a node's coin; final_uniforms: float32 [B], for the
+    last token by inverse CDF (first id whose cumulative weight exceeds u times the total). method: "rejection" (chains;
+    draft_probs: float32 [N, V], row n is the law node n was drawn from, None: deterministic drafts; FlashInfer's
+    chain_speculative_sampling) or "target_only" (trees, the coin of the first sibling against their cumulative mass;
+    SGLang's tree_speculative_sampling_target_only at thresholds 1). Nothing is mutated.
+    """
+    op = "verify_probs"
+    _ops.expect(op, "method", method in ("rejection", "target_only"), "'rejection' or 'target_only'", repr(method))
+    _ops.expect_tensor(op, "target_probs", target_probs, torch.float32, 2)
+    nodes, requests = target_probs.shape[0], tree.cu_nodes.shape[0] - 1
+    _ops.expect(op, "tree", tree.parents.shape[0] == nodes, f"{nodes} nodes as in target_probs", tree.parents.shape[0])
+    if draft_probs is not None:
+        _ops.expect_tensor(op, "draft_probs", draft_probs, torch.float32, 2)
+    device, width = target_probs.device, tree.max_depth + 1
+    tokens, accepted = (torch.empty((requests, width), dtype=torch.int32, device=device) for _ in range(2))
+    num_emitted, flags = (torch.empty((requests,), dtype=torch.int32, device=device) for _ in range(2))
+    _ops.call(
+        op,
+        backend,
+        device,
+        *(target_probs, draft_probs, index_arg(op, "draft_token_ids", draft_token_ids, nodes)),
+        *(tree.cu_nodes, tree.first_child, tree.next_sibling),
+        index_arg(op, "uniforms", uniforms, nodes, torch.float32),
+        index_arg(op, "final_uniforms", final_uniforms, requests, torch.float32),
+        *(method, tree.max_depth, tokens, num_emitted, accepted, flags),
+    )
+    return Verified(tokens, num_emitted, accepted, flags, None)

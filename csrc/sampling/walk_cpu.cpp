@@ -1,8 +1,8 @@
 // The walk of one request through its draft tree: acceptance.h's rules applied to rows of logits.
 #include <algorithm>
 
+#include "draft_row_cpu.h"
 #include "pick_cpu.h"
-#include "verify_cpu.h"
 
 namespace specdec {
 
@@ -35,7 +35,7 @@ namespace {
 class Walk {
  public:
   Walk(const VerifyParams& params, int64_t b, LawSlot* target_laws, const LawSlot* draft_laws)
-      : p_(params), b_(b), target_laws_(target_laws), draft_laws_(draft_laws), work_(scratch()) {}
+      : p_(params), b_(b), target_laws_(target_laws), work_(scratch()), draft_(params, b, draft_laws, work_) {}
 
   void run() {
     int64_t width = p_.max_depth + 1;
@@ -120,70 +120,6 @@ class Walk {
   }
   Row target_row(int32_t node) const { return p_.target.row(begin_ + node); }
 
-  // Opens the draft row of the current children. With the stored log-sum-exp and no filters it is not read here.
-  void open_draft(int32_t row, bool whole) {
-    draft_row_ = p_.draft.row(row);
-    FilterParams f = p_.draft_sampling.filters(b_);
-    bool plain = !is_greedy(f.temperature) && !(f.top_k > 0) && !(f.top_p < 1.0f) && !(f.min_p > 0.0f);
-    if (p_.draft_lse && plain && !whole && p_.draft_lse[row] == p_.draft_lse[row]) {
-      draft_ = RowLaw{};
-      draft_.tau = 1.0f / f.temperature;
-      draft_.log_mass = p_.draft_lse[row];
-      return;
-    }
-    draft_ = draft_laws_[row].owner == b_ ? draft_laws_[row].law : draft_law_of(p_, b_, row, work_);
-    flags_ |= draft_.flags & (kFlagNanLogit | kFlagInfLogit | kFlagParameter);
-  }
-  int32_t column(int32_t id) const {
-    int32_t c = p_.column_of ? p_.column_of[id] : id;
-    return c >= 0 && c < p_.draft.valid ? c : -1;
-  }
-  double log_q(int32_t id) const {
-    int32_t c = in_range(id) ? column(id) : -1;
-    if (c < 0 || draft_.is_empty) return kNegInf;
-    return draft_.log_prob(load_logit(draft_row_, c), c);
-  }
-
-  // sum over the vocabulary of max(p - c q, 0)
-  double residual_mass(const Row& row, const RowLaw& law, double c) {
-    if (draft_.is_empty) return 1.0;
-    if (draft_.is_point) {  // q is one-hot
-      int32_t only = -1;
-      for (int32_t id = 0; id < row.size && only < 0; id++)
-        if (column(id) == draft_.argmax) only = id;
-      double p = only < 0 ? 0.0 : exp(law.log_prob(load_logit(row, only), only));
-      return 1.0 - std::min(c, p);
-    }
-    float a = static_cast<float>(kMassScale / static_cast<double>(law.mass));
-    float b = static_cast<float>(c * (kMassScale / static_cast<double>(draft_.mass)));
-    uint64_t sum = 0;
-    float unused;
-    for (int32_t base = 0; base < row.size; base += kTileLogits) {
-      int32_t n = load_tile(row, base, work_.tile, &unused, nullptr);
-      drop_unkept(law, base, n, work_.tile);
-      load_draft_tile(base, n);
-      sum += row_kernels().residual(work_.tile, work_.other, n, law.max, law.tau, draft_.max, draft_.tau, a, b);
-    }
-    return static_cast<double>(sum) / kResidualScale;
-  }
-  // Draft logits of target ids [base, base + n) into work_.other, filtered; ids without a draft column are -inf.
-  void load_draft_tile(int32_t base, int32_t n) {
-    float* y = work_.other;
-    int32_t got = 0;
-    if (p_.column_of) {
-      for (; got < n; got++) {
-        int32_t c = column(base + got);
-        float logit = c < 0 ? -__builtin_huge_valf() : load_logit(draft_row_, c);
-        y[got] = c >= 0 && draft_.keeps(logit, c) ? logit : -__builtin_huge_valf();
-      }
-    } else if (base < draft_row_.size) {
-      float unused;
-      got = std::min(n, load_tile(draft_row_, base, y, &unused, nullptr));
-      drop_unkept(draft_, base, got, y);
-    }
-    for (; got < (n + kGroup - 1) / kGroup * kGroup; got++) y[got] = -__builtin_huge_valf();
-  }
-
   // ---- randomness
 
   NoiseKey key(uint32_t purpose, int32_t depth, uint32_t salt = 0) const {
@@ -222,7 +158,7 @@ class Walk {
   }
   void finish_residual(int32_t node, const RowLaw& law, double log_c) {
     finish(node, law, [&](int32_t id, float logit) {
-      return log_residual(law.log_prob(logit, id), log_q(id), log_c) + law.log_mass;
+      return log_residual(law.log_prob(logit, id), draft_.log_q(id), log_c) + law.log_mass;
     });
   }
 
@@ -286,14 +222,14 @@ class Walk {
   // Siblings drawn without replacement from one draft row, in draw order.
   int32_t try_sampled(int32_t node, const RowLaw& law) {
     Row row = target_row(node);
-    open_draft(kind_, kids_.size() > 1);
+    flags_ |= draft_.open(kind_, kids_.size() > 1);
     SiblingState state;
     double last_c = 0.0;  // of the residual before the latest rejection
     bool stale = false;
     for (size_t i = 0; i < kids_.size() && !state.exhausted(); i++) {
       int32_t kid = kids_[i], id = token(kid);
       if (stale) {
-        double Z = residual_mass(row, law, state.c);
+        double Z = draft_.residual_mass(row, law, state.c);
         if (!(Z > 0.0)) {
           flags_ |= kFlagZeroResidual;
           state.c = last_c;
@@ -301,7 +237,7 @@ class Walk {
         }
         state.Z = Z;
       }
-      double log_p = in_range(id) ? law.log_prob(load_logit(row, id), id) : kNegInf, q = log_q(id);
+      double log_p = in_range(id) ? law.log_prob(load_logit(row, id), id) : kNegInf, q = draft_.log_q(id);
       if (p_.draft_log_probs && in_range(id)) {  // stored at draft time in float32: round both alike
         q = p_.draft_log_probs[begin_ + kid];
         log_p = static_cast<float>(log_p);
@@ -318,7 +254,7 @@ class Walk {
       stale = true;
     }
     int32_t winner = pick_token(row, law, key(kPurposeEmit, depth_), work_, [&](int32_t id, float logit) {
-      return log_residual(law.log_prob(logit, id), log_q(id), state.log_c()) + law.log_mass;
+      return log_residual(law.log_prob(logit, id), draft_.log_q(id), state.log_c()) + law.log_mass;
     });
     if (winner < 0) {
       flags_ |= kFlagZeroResidual;
@@ -347,7 +283,7 @@ class Walk {
         walk_tree();
         return;
       }
-      if (!last && kind_ >= 0) open_draft(kind_, true);
+      if (!last && kind_ >= 0) flags_ |= draft_.open(kind_, true);
       double rho = log_rho.back();
       if (depth_ > 0) {
         double chance = last ? exp(rho) : block_chance(rho, block_residual_mass(node, law, rho));
@@ -356,7 +292,7 @@ class Walk {
       if (last) break;
       int32_t kid = kids_[0], id = token(kid);
       double log_p = in_range(id) ? law.log_prob(load_logit(target_row(node), id), id) : kNegInf;
-      double q = kind_ >= 0 ? log_q(id) : 0.0;
+      double q = kind_ >= 0 ? draft_.log_q(id) : 0.0;
       if (kind_ >= 0 && p_.draft_log_probs && in_range(id)) {
         q = p_.draft_log_probs[begin_ + kid];
         log_p = static_cast<float>(log_p);
@@ -374,7 +310,7 @@ class Walk {
     if (cut + 1 == static_cast<int32_t>(path.size())) return finish(path[cut], law);
     list_children(path[cut]);
     if (kind_ >= 0) {
-      open_draft(kind_, false);
+      flags_ |= draft_.open(kind_, false);
       return finish_residual(path[cut], law, -log_rho[cut]);
     }
     int32_t drafted = token(path[cut + 1]);
@@ -388,7 +324,7 @@ class Walk {
   double block_residual_mass(int32_t node, const RowLaw& law, double log_rho) {
     if (!(log_rho > kNegInf)) return 0.0;
     double rho = exp(log_rho);
-    if (kind_ >= 0) return rho * residual_mass(target_row(node), law, 1.0 / rho);
+    if (kind_ >= 0) return rho * draft_.residual_mass(target_row(node), law, 1.0 / rho);
     int32_t id = token(kids_[0]);
     double p = in_range(id) ? exp(law.log_prob(load_logit(target_row(node), id), id)) : 0.0;
     return rho * (1.0 - p) + std::max(rho * p - 1.0, 0.0);
@@ -425,15 +361,13 @@ class Walk {
   const VerifyParams& p_;
   const int64_t b_;
   LawSlot* target_laws_;
-  const LawSlot* draft_laws_;
   Scratch& work_;
+  DraftRow draft_;
   int64_t begin_ = 0;
   int32_t count_ = 0, depth_ = 0, emitted_ = 0, flags_ = 0, kind_ = -1, logprob_width_ = 1;
   int32_t *tokens_ = nullptr, *nodes_ = nullptr;
   float* logprobs_ = nullptr;
   std::vector<int32_t> kids_, trials_;
-  Row draft_row_;
-  RowLaw draft_;
 };
 
 }  // namespace
