@@ -77,9 +77,10 @@ void draft_topk_cpu(const Tensor& logits, const std::optional<Tensor>& d2t, int6
 }
 
 // Gumbel top-k: the k largest perturbed scores in descending order are k draws without replacement.
-void draw_siblings(const DraftRows& draft, const Row& row, const RowLaw& law, const NoiseKey& key, bool coupled,
-                   int32_t k, Scratch& work, std::vector<std::pair<double, int32_t>>& best) {
+void draw_siblings(const DraftRows& draft, Row row, const RowLaw& law, const NoiseKey& key, bool coupled, int32_t k,
+                   Scratch& work, std::vector<std::pair<double, int32_t>>& best) {
   best.clear();
+  row.is_clean = law.is_clean();
   auto offer = [&](int32_t c, float logit, uint32_t word, int32_t token) {
     if (!(logit >= -kInfLogit) || !law.keeps(logit, c)) return;
     std::pair<double, int32_t> entry{law.scaled(logit) + gumbel(key, static_cast<uint32_t>(token), word), c};
@@ -91,9 +92,8 @@ void draw_siblings(const DraftRows& draft, const Row& row, const RowLaw& law, co
     if (static_cast<int32_t>(best.size()) > k) best.pop_back();
   };
   ScanArgs args{law.max, law.tau, 0.0f, 0.0f, key};
-  float tile_max;
   for (int32_t base = 0; base < row.size; base += kTileLogits) {
-    int32_t n = load_tile(row, base, work.tile, &tile_max, nullptr);
+    int32_t n = load_tile(row, base, work.tile);
     if (coupled && draft.offsets) {  // noise of the target's ids: no runs of four in draft order
       for (int32_t i = 0; i < n; i++) {
         if (!(work.tile[i] >= -kInfLogit)) continue;
@@ -103,8 +103,8 @@ void draw_siblings(const DraftRows& draft, const Row& row, const RowLaw& law, co
       }
       continue;
     }
-    for (int32_t begin = 0; begin < n; begin += kScanStep) {
-      int32_t step = std::min(n - begin, kScanStep);
+    for (int32_t begin = 0, step; begin < n; begin += step) {
+      step = scan_step(base + begin, n - begin);
       aim(args, law, static_cast<int32_t>(best.size()) == k ? best.back().first : kNegInf);
       int32_t count = row_kernels().scan(work.tile + begin, step, base + begin, args, work.hits);
       for (int32_t h = 0; h < count; h++)

@@ -24,6 +24,7 @@ class DraftRow {
       return 0;
     }
     law_ = laws_[row].owner == b_ ? laws_[row].law : draft_law_of(p_, b_, row, work_);
+    row_.is_clean = law_.is_clean();
     return law_.flags & (kFlagNanLogit | kFlagInfLogit | kFlagParameter);
   }
   double log_q(int32_t id) const {
@@ -33,7 +34,8 @@ class DraftRow {
   }
 
   // sum over the vocabulary of max(p - c q, 0)
-  double residual_mass(const Row& row, const RowLaw& law, double c) {
+  double residual_mass(Row row, const RowLaw& law, double c) {
+    row.is_clean = law.is_clean();
     if (law_.is_empty) return 1.0;
     if (law_.is_point) {  // q is one-hot
       int32_t only = -1;
@@ -45,9 +47,8 @@ class DraftRow {
     float a = static_cast<float>(kMassScale / static_cast<double>(law.mass));
     float b = static_cast<float>(c * (kMassScale / static_cast<double>(law_.mass)));
     uint64_t sum = 0;
-    float unused;
     for (int32_t base = 0; base < row.size; base += kTileLogits) {
-      int32_t n = load_tile(row, base, work_.tile, &unused, nullptr);
+      int32_t n = load_tile(row, base, work_.tile);
       drop_unkept(law, base, n, work_.tile);
       load_draft_tile(base, n);
       sum += row_kernels().residual(work_.tile, work_.other, n, law.max, law.tau, law_.max, law_.tau, a, b);
@@ -72,8 +73,7 @@ class DraftRow {
         y[got] = c >= 0 && law_.keeps(logit, c) ? logit : -__builtin_huge_valf();
       }
     } else if (base < row_.size) {
-      float unused;
-      got = std::min(n, load_tile(row_, base, y, &unused, nullptr));
+      got = std::min(n, load_tile(row_, base, y));
       drop_unkept(law_, base, got, y);
     }
     for (; got < (n + kGroup - 1) / kGroup * kGroup; got++) y[got] = -__builtin_huge_valf();

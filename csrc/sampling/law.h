@@ -2,6 +2,7 @@
 //
 //   weight(v) = exp((l(v) - max) * tau)     max subtracted before scaling: error d * 2^-24 at distance d, not l * 2^-24
 //   mass(v)   = round(weight(v) * 2^44)     64-bit integer: sums do not depend on order, threads, splits or shards
+//               (an unfiltered row adds the weights of ids i and i + 16 of every 32 before rounding)
 //   p(v)      = weight(v) / sum over kept v, and v is kept iff its logit is above `threshold`, or equals it and its id
 //               is at most `last_tie` (total order: logit descending, id ascending)
 #pragma once
@@ -17,19 +18,21 @@ constexpr float kGreedyTemperature = 1e-5f;
 constexpr float kInfLogit = 3.402823466e38f;  // +inf is read as the largest float: ties among +inf ids are uniform
 constexpr double kNegInf = -__builtin_huge_val();
 
-// exp(x) for x <= 0 by a fixed sequence of fused operations: the same bits on every vector width and device, exactly
-// 2^-n at the floats nearest -n ln 2, relative error below 2^-23; 0 below -87 (the smallest normal float).
+// exp(x) for x <= 0 by a fixed sequence of fused operations: the same bits on every vector width and device. Relative
+// error below 2^-21; exactly 2^-n at the float nearest -n ln 2 for n = 0, 1, 2. Below -87 and for NaN it is exp(-87),
+// whose mass is 0.
+constexpr float kExpShift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer and leaves it in the low bits
 SPECDEC_HD float exp_nonpositive(float x) {
-  if (!(x >= -87.0f)) return 0.0f;
-  float n = rintf(x * 1.44269504088896341f);
-  float r = fmaf(n, 2.12194440e-4f, fmaf(n, -0.693359375f, x));
-  float poly = fmaf(1.9875691500e-4f, r, 1.3981999507e-3f);
-  poly = fmaf(poly, r, 8.3334519073e-3f);
-  poly = fmaf(poly, r, 4.1665795894e-2f);
-  poly = fmaf(poly, r, 1.6666665459e-1f);
-  poly = fmaf(poly, r, 5.0000001201e-1f);
-  float value = fmaf(poly, r * r, r) + 1.0f;
-  return bits_float(float_bits(value) + (static_cast<uint32_t>(static_cast<int32_t>(n)) << 23));
+  x = x > -87.0f ? x : -87.0f;
+  float shifted = fmaf(x, 1.44269504088896341f, kExpShift);
+  float r = fmaf(shifted - kExpShift, -0.693147180559945309f, x);
+  float value = fmaf(1.3842711924e-3f, r, 8.3749648184e-3f);
+  value = fmaf(value, r, 4.1668057442e-2f);
+  value = fmaf(value, r, 1.6666421294e-1f);
+  value = fmaf(value, r, 4.9999994040e-1f);
+  value = fmaf(value, r, 1.0f);
+  value = fmaf(value, r, 1.0f);
+  return bits_float(float_bits(value) + (float_bits(shifted) << 23));
 }
 
 struct RowLaw {
@@ -43,6 +46,7 @@ struct RowLaw {
   bool is_point = false;  // greedy or dead row: all mass on `argmax`
   bool is_empty = false;  // dead row: a draft law without mass
 
+  SPECDEC_HD bool is_clean() const { return !(flags & (kFlagNanLogit | kFlagInfLogit)); }
   SPECDEC_HD bool keeps(float logit, int32_t id) const {
     return logit > threshold || (logit == threshold && id <= last_tie);
   }

@@ -4,8 +4,8 @@
 
 namespace specdec {
 
-constexpr double kMaxGumbel = 46.0;  // above the largest 64-bit Gumbel value, 45.1
-constexpr int32_t kScanStep = 1024;  // the bar is refreshed after so many tokens
+constexpr double kMaxGumbel = 46.0;                   // above the largest 64-bit Gumbel value, 45.1
+constexpr int32_t kFirstStep = 64, kScanStep = 1024;  // the bar is refreshed after so many tokens
 
 // Winner's score and id so far; `bar` is what a token's word must satisfy to have a chance: u * bar <= weight.
 struct Leader {
@@ -20,6 +20,12 @@ struct Leader {
   }
 };
 
+// Short steps first, while the bar is low and much passes it; multiples of kGroup, except at the end of a tile.
+inline int32_t scan_step(int32_t scanned, int32_t left) {
+  int32_t step = scanned < kFirstStep ? kFirstStep : scanned < kScanStep ? scanned : kScanStep;
+  return step < left ? step : left;
+}
+
 inline void aim(ScanArgs& args, const RowLaw& law, double to_beat) {
   float reach = static_cast<float>(law.max + (to_beat - kMaxGumbel) / law.tau);
   args.floor = reach > law.threshold ? reach : law.threshold;
@@ -30,7 +36,8 @@ inline void aim(ScanArgs& args, const RowLaw& law, double to_beat) {
 // `log_weight(id, logit)` may not exceed the row's own (logit - max) * tau; -inf excludes the id. Ids that the filters
 // removed are never offered. Returns -1 where nothing has weight. Ties go to the lowest id.
 template <class LogWeight>
-int32_t pick_token(const Row& row, const RowLaw& law, const NoiseKey& key, Scratch& work, LogWeight&& log_weight) {
+int32_t pick_token(Row row, const RowLaw& law, const NoiseKey& key, Scratch& work, LogWeight&& log_weight) {
+  row.is_clean = law.is_clean();
   if (law.is_point) return log_weight(law.argmax, law.max) > kNegInf ? law.argmax : -1;
   Leader best;
   auto offer = [&](int32_t id, float logit, uint32_t word) {
@@ -41,11 +48,10 @@ int32_t pick_token(const Row& row, const RowLaw& law, const NoiseKey& key, Scrat
   Philox words = draw(key.seed, key.position, key.purpose, static_cast<uint32_t>(law.argmax) >> 2, key.salt);
   offer(law.argmax, law.max, words.word[law.argmax & 3]);  // a good first bar
   ScanArgs args{law.max, law.tau, 0.0f, 0.0f, key};
-  float tile_max;
   for (int32_t base = 0; base < row.size; base += kTileLogits) {
-    int32_t n = load_tile(row, base, work.tile, &tile_max, nullptr);
-    for (int32_t begin = 0; begin < n; begin += kScanStep) {
-      int32_t step = n - begin < kScanStep ? n - begin : kScanStep;
+    int32_t n = load_tile(row, base, work.tile);
+    for (int32_t begin = 0, step; begin < n; begin += step) {
+      step = scan_step(base + begin, n - begin);
       aim(args, law, best.score);
       int32_t count = row_kernels().scan(work.tile + begin, step, base + begin, args, work.hits);
       for (int32_t h = 0; h < count; h++) offer(work.hits[h].id, work.tile[work.hits[h].id - base], work.hits[h].word);

@@ -11,82 +11,88 @@ struct RowKernelsOf {
 
   // exp_nonpositive of law.h, lane by lane the same bits.
   SPECDEC_SIMD F weight(F x) {
-    typename V::M normal = V::ge(x, V::set(-87.0f));
     x = V::max(x, V::set(-87.0f));
-    F n = V::round(V::mul(x, V::set(1.44269504088896341f)));
-    F r = V::fma(n, V::set(2.12194440e-4f), V::fma(n, V::set(-0.693359375f), x));
-    F poly = V::fma(V::set(1.9875691500e-4f), r, V::set(1.3981999507e-3f));
-    poly = V::fma(poly, r, V::set(8.3334519073e-3f));
-    poly = V::fma(poly, r, V::set(4.1665795894e-2f));
-    poly = V::fma(poly, r, V::set(1.6666665459e-1f));
-    poly = V::fma(poly, r, V::set(5.0000001201e-1f));
-    F value = V::add(V::fma(poly, V::mul(r, r), r), V::set(1.0f));
-    return V::select(normal, V::scale2(value, n), V::set(0.0f));
+    F shifted = V::fma(x, V::set(1.44269504088896341f), V::set(kExpShift));
+    F r = V::fma(V::sub(shifted, V::set(kExpShift)), V::set(-0.693147180559945309f), x);
+    F value = V::fma(V::set(1.3842711924e-3f), r, V::set(8.3749648184e-3f));
+    value = V::fma(value, r, V::set(4.1668057442e-2f));
+    value = V::fma(value, r, V::set(1.6666421294e-1f));
+    value = V::fma(value, r, V::set(4.9999994040e-1f));
+    value = V::fma(value, r, V::set(1.0f));
+    value = V::fma(value, r, V::set(1.0f));
+    return V::scale2(value, shifted);
+  }
+  // 2^t by linear interpolation of the mantissa: at least exp(x), at most 6.2 % above it.
+  SPECDEC_SIMD F weight_bound(F x) {
+    return V::from_bits(V::max(V::fma(x, V::set(12102203.16f), V::set(1065353216.0f)), V::set(0.0f)));
   }
   SPECDEC_SIMD F scaled(const float* x, F max, F tau) { return V::mul(V::sub(V::load(x), max), tau); }
 
-  template <class Load>
-  static inline __attribute__((always_inline)) int32_t load_as(Load load, int32_t n, float* x, float* tile_max) {
-    const F infinity = V::set(__builtin_huge_valf()), lowest = V::set(-__builtin_huge_valf());
+  // Where a kernel reads logits from: one type a type of data.
+  struct Float32 {
+    const float* p;
+    SPECDEC_SIMD F at(const Float32& s, int64_t i) { return V::load(s.p + i); }
+    SPECDEC_SIMD float one(const Float32& s, int64_t i) { return s.p[i]; }
+  };
+  struct BFloat16s {
+    const uint16_t* p;
+    SPECDEC_SIMD F at(const BFloat16s& s, int64_t i) { return V::load_bfloat16(s.p + i); }
+    SPECDEC_SIMD float one(const BFloat16s& s, int64_t i) { return to_float(BFloat16{s.p[i]}); }
+  };
+  struct Halves {
+    const uint16_t* p;
+    SPECDEC_SIMD F at(const Halves& s, int64_t i) { return V::load_float16(s.p + i); }
+    SPECDEC_SIMD float one(const Halves& s, int64_t i) { return to_float(Half{s.p[i]}); }
+  };
+
+  template <class Source>
+  static int32_t peek_from(Source source, int32_t n, float* tile_max, float* groups) {
+    const F lowest = V::set(-__builtin_huge_valf());
+    const uint32_t all = (1u << V::lanes) - 1;
+    uint32_t numbers = all;
     F best = lowest;
-    uint32_t nan = 0;
     int32_t i = 0;
-    for (; i + V::lanes <= n; i += V::lanes) {
-      F v = load(i);
-      typename V::M number = V::is_number(v);
-      nan |= ~V::bits(number);
-      v = V::select(number, v, lowest);
-      best = V::max(best, v);
-      V::store(x + i, v);
+    for (int32_t begin = 0; begin < n; begin += kPeekStep) {
+      int32_t end = n - begin < kPeekStep ? n : begin + kPeekStep;
+      F part = lowest;
+      for (i = begin; i + V::lanes <= end; i += V::lanes) {
+        F v = Source::at(source, i);
+        numbers &= V::bits(V::is_number(v));
+        part = V::max(v, part);  // a NaN first operand yields the second
+      }
+      if (groups) V::store(groups + begin / kPeekStep * V::lanes, part);
+      best = V::max(best, part);
     }
-    const uint32_t lane_mask = V::lanes == 32 ? ~0u : (1u << V::lanes) - 1;
-    int32_t flags = nan & lane_mask ? kFlagNanLogit : 0;
     *tile_max = V::reduce_max(best);
-    return flags | (V::bits(V::eq(best, infinity)) ? kFlagInfLogit : 0);
-  }
-
-  static int32_t load(const void* data, LogitType type, int64_t base, int32_t n, float* x, float* tile_max) {
-    int32_t whole = n / V::lanes * V::lanes, flags;
-    const uint16_t* half = static_cast<const uint16_t*>(data) + base;
-    const float* full = static_cast<const float*>(data) + base;
-    if (type == LogitType::bfloat16)
-      flags = load_as([half](int32_t i) __attribute__((always_inline)) { return V::load_bfloat16(half + i); }, whole, x,
-                      tile_max);
-    else if (type == LogitType::float16)
-      flags = load_as([half](int32_t i) __attribute__((always_inline)) { return V::load_float16(half + i); }, whole, x,
-                      tile_max);
-    else
-      flags =
-          load_as([full](int32_t i) __attribute__((always_inline)) { return V::load(full + i); }, whole, x, tile_max);
-    for (int32_t i = whole; i < n; i++) {
-      float v = type == LogitType::float32    ? full[i]
-                : type == LogitType::bfloat16 ? to_float(BFloat16{half[i]})
-                                              : to_float(Half{half[i]});
-      if (v != v) v = -__builtin_huge_valf(), flags |= kFlagNanLogit;
-      if (v == __builtin_huge_valf()) flags |= kFlagInfLogit;
-      x[i] = v;
+    int32_t flags = numbers == all ? 0 : kFlagNanLogit;
+    float* last_part = groups ? groups + (n - 1) / kPeekStep * V::lanes : nullptr;
+    for (; i < n; i++) {
+      float v = Source::one(source, i);
+      if (v != v) flags |= kFlagNanLogit;
       if (v > *tile_max) *tile_max = v;
+      if (last_part && v > *last_part) *last_part = v;
     }
-    for (int32_t i = n; i < (n + kGroup - 1) / kGroup * kGroup; i++) x[i] = -__builtin_huge_valf();
-    if (flags & kFlagInfLogit) {
-      for (int32_t i = 0; i < n; i++) x[i] = x[i] > kInfLogit ? kInfLogit : x[i];
-      *tile_max = kInfLogit;
-    }
-    return flags;
+    return flags | (*tile_max > kInfLogit ? kFlagInfLogit : 0);
+  }
+  static int32_t peek(const void* data, LogitType type, int64_t base, int32_t n, float* tile_max, float* groups) {
+    const uint16_t* half = static_cast<const uint16_t*>(data) + base;
+    if (type == LogitType::bfloat16) return peek_from(BFloat16s{half}, n, tile_max, groups);
+    if (type == LogitType::float16) return peek_from(Halves{half}, n, tile_max, groups);
+    return peek_from(Float32{static_cast<const float*>(data) + base}, n, tile_max, groups);
   }
 
-  static float max(const float* x, int32_t n) {
-    F best = V::set(-__builtin_huge_valf());
-    for (int32_t i = 0; i < n; i += V::lanes) best = V::max(best, V::load(x + i));
-    return V::reduce_max(best);
+  template <class Source>
+  static void convert_from(Source source, int32_t n, float* x) {
+    int32_t i = 0;
+    for (; i + V::lanes <= n; i += V::lanes) V::store(x + i, Source::at(source, i));
+    for (; i < n; i++) x[i] = Source::one(source, i);
+    for (; i < (n + kGroup - 1) / kGroup * kGroup; i++) x[i] = -__builtin_huge_valf();
   }
-
-  static void group_max(const float* x, int32_t n, float* out) {
-    for (int32_t g = 0; g * kGroup < n; g++) {
-      F best = V::load(x + g * kGroup);
-      for (int32_t i = V::lanes; i < kGroup; i += V::lanes) best = V::max(best, V::load(x + g * kGroup + i));
-      out[g] = V::reduce_max(best);
-    }
+  static void convert(const void* data, LogitType type, int64_t base, int32_t n, float* x) {
+    const uint16_t* half = static_cast<const uint16_t*>(data) + base;
+    if (type == LogitType::bfloat16) return convert_from(BFloat16s{half}, n, x);
+    if (type == LogitType::float16) return convert_from(Halves{half}, n, x);
+    convert_from(Float32{static_cast<const float*>(data) + base}, n, x);
   }
 
   static int32_t find(const float* x, int32_t n, float value) {
@@ -100,7 +106,11 @@ struct RowKernelsOf {
     const F m = V::set(max), t = V::set(tau), bottom = V::set(lowest), scale = V::set(kMassScale);
     typename V::Sum sum = V::zero();
     if (lowest == -__builtin_huge_valf()) {
-      for (int32_t i = 0; i < n; i += V::lanes) V::add_rounded(sum, V::mul(weight(scaled(x + i, m, t)), scale));
+      for (int32_t g = 0; g < n; g += 32)
+        for (int32_t i = g; i < g + 16; i += V::lanes) {
+          F pair = V::add(weight(scaled(x + i, m, t)), weight(scaled(x + i + 16, m, t)));
+          V::add_rounded(sum, V::mul(pair, scale));
+        }
       return V::total(sum);
     }
     F least = V::set(*kept_min);
@@ -148,6 +158,18 @@ struct RowKernelsOf {
     return count;
   }
 
+  static int32_t gather(const float* x, int32_t n, int32_t base, float low, float high, float* logits, int32_t* ids) {
+    const F bottom = V::set(low), top = V::set(high);
+    int32_t count = 0;
+    for (int32_t i = 0; i < n; i += V::lanes) {
+      F v = V::load(x + i);
+      typename V::M found = V::both(V::ge(v, bottom), V::ge(top, v));
+      if (V::bits(found)) count += V::compress(found, v, base + i, logits + count, ids + count);
+    }
+    while (count > 0 && ids[count - 1] >= base + n) count--;  // padding
+    return count;
+  }
+
   static void histogram(const float* x, int32_t n, float max, float tau, float scale, uint64_t* hist) {
     const F m = V::set(max), t = V::set(tau), s = V::set(scale), last = V::set(kBins - 1.0f);
     const F unit = V::set(kMassScale);
@@ -172,7 +194,8 @@ struct RowKernelsOf {
     uint64_t position = static_cast<uint64_t>(args.key.position), seed = static_cast<uint64_t>(args.key.seed);
     uint32_t counter[3] = {static_cast<uint32_t>(position),
                            static_cast<uint32_t>(position >> 32) << 8 | args.key.purpose, args.key.salt};
-    uint32_t keys[20], k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+    alignas(64) uint64_t keys[20];
+    uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
     for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
       keys[2 * round] = k0;
       keys[2 * round + 1] = k1;
@@ -185,11 +208,10 @@ struct RowKernelsOf {
       if (!V::bits(V::ge(best, floor))) continue;
       V::philox(static_cast<uint32_t>(base + g) >> 2, counter, keys, words);
       for (int32_t i = 0; i < kGroup; i += V::lanes) {
-        F logit = V::load(x + g + i), w = weight(V::mul(V::sub(logit, m), t));
-        uint32_t found = V::bits(V::both(V::ge(logit, floor), V::ge(w, V::mul(V::unit(words + i), bar))));
-        for (; found; found &= found - 1) {
+        F bound = weight_bound(V::mul(V::sub(V::load(x + g + i), m), t));
+        for (uint32_t found = V::bits(V::ge(bound, V::mul(V::unit(words + i), bar))); found; found &= found - 1) {
           int32_t j = g + i + __builtin_ctz(found);
-          if (j < n) hits[count++] = Hit{base + j, words[j - g]};
+          if (j < n && x[j] >= args.floor) hits[count++] = Hit{base + j, words[j - g]};
         }
       }
     }
@@ -197,7 +219,8 @@ struct RowKernelsOf {
   }
 
   static const RowKernels& table() {
-    static const RowKernels kernels = {load, max, group_max, find, mass, entropy, residual, collect, histogram, scan};
+    static const RowKernels kernels = {V::lanes, peek,    convert, find,      mass, entropy,
+                                       residual, collect, gather,  histogram, scan};
     return kernels;
   }
 };

@@ -33,33 +33,33 @@ bool is_allowed(const Row& row, int32_t id) {
 
 float load_logit(const Row& row, int32_t id) {
   if (!is_allowed(row, id)) return -__builtin_huge_valf();
-  float x = clean(raw_logit(row, id));
+  float x = raw_logit(row, id);
   for (int32_t e = 0; e < row.num_bias; e++)
-    if (row.bias_ids[e] == id) x = clean(x + row.bias_values[e]);
-  return x;
+    if (row.bias_ids[e] == id) x += row.bias_values[e];
+  return clean(x);
 }
 
-int32_t load_tile(const Row& row, int32_t base, float* x, float* tile_max, int32_t* flags) {
+int32_t load_tile(const Row& row, int32_t base, float* x, int32_t* flags) {
   int32_t n = row.size - base < kTileLogits ? row.size - base : kTileLogits;
-  int32_t seen = row_kernels().load(row.data, row.type, base, n, x, tile_max);
-  if (row.is_edited()) {
-    for (int32_t e = 0; e < row.num_bias; e++) {
-      int32_t i = row.bias_ids[e] - base;
-      if (i < 0 || i >= n) continue;
-      float sum = x[i] + row.bias_values[e];
-      if (sum != sum) seen |= kFlagNanLogit;
-      if (sum > kInfLogit) seen |= kFlagInfLogit;
-      x[i] = clean(sum);
+  row_kernels().convert(row.data, row.type, base, n, x);
+  for (int32_t e = 0; e < row.num_bias; e++) {
+    int32_t i = row.bias_ids[e] - base;
+    if (i >= 0 && i < n) x[i] += row.bias_values[e];
+  }
+  if (row.allowed != nullptr) {
+    for (int32_t w = 0; w * 32 < n; w++) {
+      uint32_t word = row.allowed[(base >> 5) + w];
+      if (word == ~0u) continue;
+      for (int32_t i = 0; i < 32; i++)
+        if (!(word >> i & 1u)) x[w * 32 + i] = -__builtin_huge_valf();
     }
-    if (row.allowed != nullptr) {
-      for (int32_t w = 0; w * 32 < n; w++) {
-        uint32_t word = row.allowed[(base >> 5) + w];
-        if (word == ~0u) continue;
-        for (int32_t i = 0; i < 32; i++)
-          if (!(word >> i & 1u)) x[w * 32 + i] = -__builtin_huge_valf();
-      }
-    }
-    *tile_max = row_kernels().max(x, n);
+  }
+  if (row.is_clean) return n;
+  int32_t seen = 0;
+  for (int32_t i = 0; i < n; i++) {
+    if (x[i] != x[i]) seen |= kFlagNanLogit;
+    if (x[i] > kInfLogit) seen |= kFlagInfLogit;
+    x[i] = clean(x[i]);
   }
   if (flags) *flags |= seen;
   return n;
@@ -75,21 +75,29 @@ void drop_unkept(const RowLaw& law, int32_t base, int32_t n, float* x) {
 
 namespace {
 
-// First read: maximum, flags and (for top-k) the maximum of every group of 64; then the lowest id of the maximum.
-RowLaw first_read(const Row& row, Scratch& work, bool want_groups) {
+// First read: maximum, flags and (for top-k) part maxima; then the lowest id of the maximum. Sets row.is_clean.
+RowLaw first_read(Row& row, Scratch& work, bool want_groups) {
   RowLaw law;
+  const RowKernels& kernels = row_kernels();
   float best = -__builtin_huge_valf();
   int32_t best_base = 0;
-  if (want_groups) work.group_max.resize((row.size + kGroup - 1) / kGroup);
+  if (want_groups)
+    work.group_max.assign((row.size + kPeekStep - 1) / kPeekStep * kernels.lanes, -__builtin_huge_valf());
   for (int32_t base = 0; base < row.size; base += kTileLogits) {
+    int32_t n = row.size - base < kTileLogits ? row.size - base : kTileLogits;
+    float* groups = want_groups ? work.group_max.data() + base / kPeekStep * kernels.lanes : nullptr;
     float tile_max;
-    int32_t n = load_tile(row, base, work.tile, &tile_max, &law.flags);
-    if (want_groups) row_kernels().group_max(work.tile, n, work.group_max.data() + base / kGroup);
+    int32_t seen = row.is_edited() ? kFlagNanLogit : kernels.peek(row.data, row.type, base, n, &tile_max, groups);
+    if (seen) {  // edited, or to be cleaned first
+      load_tile(row, base, work.tile, &law.flags);
+      kernels.peek(work.tile, LogitType::float32, 0, n, &tile_max, groups);
+    }
     if (tile_max > best) {
       best = tile_max;
       best_base = base;
     }
   }
+  row.is_clean = law.is_clean();
   law.max = best;
   if (!(best > -__builtin_huge_valf())) {
     law.flags |= kFlagDeadRow;
@@ -97,26 +105,25 @@ RowLaw first_read(const Row& row, Scratch& work, bool want_groups) {
     law.is_point = law.is_empty = true;
     return law;
   }
-  float unused;
-  int32_t n = load_tile(row, best_base, work.tile, &unused, nullptr);
+  int32_t n = load_tile(row, best_base, work.tile);
   law.argmax = best_base + row_kernels().find(work.tile, n, best);
   return law;
 }
 
 }  // namespace
 
-RowLaw row_argmax(const Row& row, Scratch& work) {
+RowLaw row_argmax(Row row, Scratch& work) {
   RowLaw law = first_read(row, work, false);
   law.is_point = true;
   return law;
 }
 
-RowLaw row_law(const Row& row, const FilterParams& params, Scratch& work, bool need_mass, bool want_groups) {
+RowLaw row_law(Row row, const FilterParams& params, Scratch& work, bool need_mass, bool want_groups) {
   int32_t fault = temperature_flags(params.temperature);
   if (params.top_p != params.top_p || params.min_p != params.min_p) fault |= kFlagParameter;
   bool greedy = is_greedy(params.temperature);
   bool top_k = !greedy && params.top_k > 0 && params.top_k < row.size, top_p = !greedy && params.top_p < 1.0f;
-  RowLaw law = first_read(row, work, top_k || want_groups);
+  RowLaw law = first_read(row, work, top_k || top_p || want_groups);
   law.flags |= fault;
   law.is_point = law.is_point || greedy;
   if (law.is_point) return law;
@@ -125,9 +132,9 @@ RowLaw row_law(const Row& row, const FilterParams& params, Scratch& work, bool n
   if (top_k || top_p) {
     select_kept(row, top_k ? params.top_k : 0, top_p ? params.top_p : 1.0f, lowest, law, work);
   } else if (need_mass || lowest > -__builtin_huge_valf()) {
-    float kept_min = law.max, tile_max;
+    float kept_min = law.max;
     for (int32_t base = 0; base < row.size; base += kTileLogits) {
-      int32_t n = load_tile(row, base, work.tile, &tile_max, nullptr);
+      int32_t n = load_tile(row, base, work.tile);
       law.mass += row_kernels().mass(work.tile, n, law.max, law.tau, lowest, &kept_min);
     }
     if (lowest > -__builtin_huge_valf()) law.threshold = kept_min;
@@ -136,12 +143,12 @@ RowLaw row_law(const Row& row, const FilterParams& params, Scratch& work, bool n
   return law;
 }
 
-double row_entropy(const Row& row, const RowLaw& law, Scratch& work) {
+double row_entropy(Row row, const RowLaw& law, Scratch& work) {
+  row.is_clean = law.is_clean();
   if (law.is_point) return 0.0;
   uint64_t sum = 0;
-  float tile_max;
   for (int32_t base = 0; base < row.size; base += kTileLogits) {
-    int32_t n = load_tile(row, base, work.tile, &tile_max, nullptr);
+    int32_t n = load_tile(row, base, work.tile);
     drop_unkept(law, base, n, work.tile);
     sum += row_kernels().entropy(work.tile, n, law.max, law.tau);
   }

@@ -19,11 +19,13 @@ struct Row {
   const int32_t* bias_ids = nullptr;
   const float* bias_values = nullptr;
   int32_t num_bias = 0;
+  bool is_clean = false;  // known to hold neither NaN nor +inf once edited
 
   bool is_edited() const { return allowed != nullptr || num_bias > 0; }
 };
 
-constexpr int32_t kGroup = 64;  // a kernel's inner step; tiles are padded to it with -inf
+constexpr int32_t kGroup = 64;       // a kernel's inner step; tiles are padded to it with -inf
+constexpr int32_t kPeekStep = 1024;  // logits behind one set of part maxima
 
 struct Hit {
   int32_t id;
@@ -39,11 +41,13 @@ struct ScanArgs {
 // Tile kernels. `x` holds n cleaned logits, padded with -inf to a multiple of kGroup. Every version gives the same
 // bits.
 struct RowKernels {
-  // Copies logits [base, base + n) as float32; NaN -> -inf, +inf -> kInfLogit; returns the flags seen, *tile_max set.
-  int32_t (*load)(const void* data, LogitType type, int64_t base, int32_t n, float* x, float* tile_max);
-  float (*max)(const float* x, int32_t n);
-  void (*group_max)(const float* x, int32_t n, float* out);  // one maximum per kGroup
-  int32_t (*find)(const float* x, int32_t n, float value);   // lowest index, -1 if absent
+  int32_t lanes;
+  // Flags of logits [base, base + n) (NaN, +inf) and their maximum; groups (may be null): the maxima of `lanes`
+  // disjoint parts of every kPeekStep logits.
+  int32_t (*peek)(const void* data, LogitType type, int64_t base, int32_t n, float* tile_max, float* groups);
+  // Copies logits [base, base + n) as float32 and pads them.
+  void (*convert)(const void* data, LogitType type, int64_t base, int32_t n, float* x);
+  int32_t (*find)(const float* x, int32_t n, float value);  // lowest index, -1 if absent
   // Sum of masses where (x - max) * tau >= lowest; *kept_min becomes the smallest logit that counted.
   uint64_t (*mass)(const float* x, int32_t n, float max, float tau, float lowest, float* kept_min);
   uint64_t (*entropy)(const float* x, int32_t n, float max, float tau);  // sum of round(-weight * log weight * 2^44)
@@ -52,6 +56,8 @@ struct RowKernels {
                        float a, float b);
   // Indices with low <= logit <= high, ascending.
   int32_t (*collect)(const float* x, int32_t n, float low, float high, int32_t* out);
+  // Appends logits in [low, high] and base + their indices to the lists (room for n + kGroup), ascending.
+  int32_t (*gather)(const float* x, int32_t n, int32_t base, float low, float high, float* logits, int32_t* ids);
   // hist[distance_bin] += mass (tau > 0) or += 1 (tau == 0).
   void (*histogram)(const float* x, int32_t n, float max, float tau, float scale, uint64_t* hist);
   int32_t (*scan)(const float* x, int32_t n, int32_t base, const ScanArgs& args, Hit* hits);
@@ -71,13 +77,16 @@ struct Scratch {
   Hit hits[kTileLogits];
   uint64_t hist[kBins];
   std::vector<float> group_max;
-  std::vector<std::pair<float, int32_t>> candidates;  // (logit, id)
+  int32_t listed = 0;  // length of the two lists below
+  std::vector<float> list_logits;
+  std::vector<int32_t> list_ids;
+  std::vector<std::pair<float, int32_t>> candidates;  // (logit, id), to be sorted
 };
 Scratch& scratch();
 
 float load_logit(const Row& row, int32_t id);  // one edited, cleaned logit
-// Loads tile [base, base + returned n) with all edits; flags may be null.
-int32_t load_tile(const Row& row, int32_t base, float* x, float* tile_max, int32_t* flags);
+// Loads tile [base, base + returned n) with all edits: NaN -> -inf, +inf -> kInfLogit; `flags` collects what was seen.
+int32_t load_tile(const Row& row, int32_t base, float* x, int32_t* flags = nullptr);
 void drop_unkept(const RowLaw& law, int32_t base, int32_t n, float* x);  // logits that the filters removed -> -inf
 
 struct FilterParams {
@@ -87,11 +96,10 @@ struct FilterParams {
 // The row's law under the filters: one read of the row, and a second one for the mass that hits the cache. A row that
 // is only drawn from, not compared with, needs no mass unless a filter does (`need_mass` false leaves log_mass at 0).
 // `want_groups` also leaves the maximum of every group of 64 in work.group_max.
-RowLaw row_law(const Row& row, const FilterParams& params, Scratch& work, bool need_mass = true,
-               bool want_groups = false);
+RowLaw row_law(Row row, const FilterParams& params, Scratch& work, bool need_mass = true, bool want_groups = false);
 // Only max, argmax and flags: all a greedy row or a coupled draw needs.
-RowLaw row_argmax(const Row& row, Scratch& work);
-double row_entropy(const Row& row, const RowLaw& law, Scratch& work);
+RowLaw row_argmax(Row row, Scratch& work);
+double row_entropy(Row row, const RowLaw& law, Scratch& work);
 
 // Rows of a [R, V] logits tensor with their edits.
 struct RowSource {

@@ -4,6 +4,9 @@
 //   level 0   bins of 1/32 in (max - l) * tau         one pass with exp
 //   level 1   the crossing bin, if few: listed and sorted
 //   level 2+  else its key range in 1024 parts, until one logit value is left; then ties are counted by id
+//
+// Mostly that is not needed. Small k: the k-th largest of a first read's part maxima bounds what must be listed. Top-p:
+// some 10,000 of the largest logits are listed while the total is summed, and the prefix usually ends among them.
 #include "select_cpu.h"
 
 #include <algorithm>
@@ -11,7 +14,8 @@
 namespace specdec {
 namespace {
 
-constexpr size_t kMaxCandidates = 8192;
+constexpr int32_t kMaxListed = 16384;
+constexpr double kListed = 10000.0;
 constexpr float kLowest = -__builtin_huge_valf();
 
 bool before(const std::pair<float, int32_t>& a, const std::pair<float, int32_t>& b) {
@@ -25,26 +29,42 @@ uint64_t mass_of(const RowLaw& law, float logit) {
 // Walks the tiles of what is kept so far (law.threshold, law.last_tie).
 template <class Body>
 void for_kept_tiles(const Row& row, const RowLaw& law, Scratch& work, Body&& body) {
-  float tile_max;
   for (int32_t base = 0; base < row.size; base += kTileLogits) {
-    int32_t n = load_tile(row, base, work.tile, &tile_max, nullptr);
+    int32_t n = load_tile(row, base, work.tile);
     drop_unkept(law, base, n, work.tile);
     body(base, n);
   }
 }
 
+void clear_list(Scratch& work) {
+  work.listed = 0;
+  work.list_logits.resize(kMaxListed + kTileLogits + kGroup);
+  work.list_ids.resize(kMaxListed + kTileLogits + kGroup);
+}
+
+// Appends a tile's logits in [low, high] to the list; false where they would be too many.
+bool append_range(int32_t base, int32_t n, float low, float high, Scratch& work) {
+  work.listed += row_kernels().gather(work.tile, n, base, low, high, work.list_logits.data() + work.listed,
+                                      work.list_ids.data() + work.listed);
+  return work.listed <= kMaxListed;
+}
+
 // Lists the kept logits in [low, high]; false as soon as there are too many.
 bool list_range(const Row& row, const RowLaw& law, float low, float high, Scratch& work) {
-  work.candidates.clear();
+  clear_list(work);
   bool fits = true;
   for_kept_tiles(row, law, work, [&](int32_t base, int32_t n) {
-    if (!fits) return;
-    int32_t count = row_kernels().collect(work.tile, n, low, high, work.index);
-    fits = work.candidates.size() + static_cast<size_t>(count) <= kMaxCandidates;
-    for (int32_t i = 0; fits && i < count; i++)
-      work.candidates.push_back({work.tile[work.index[i]], base + work.index[i]});
+    if (fits) fits = append_range(base, n, low, high, work);
   });
   return fits;
+}
+
+// The list as pairs to be sorted, in part.
+void take_candidates(float low, float high, Scratch& work) {
+  work.candidates.clear();
+  for (int32_t i = 0; i < work.listed; i++)
+    if (work.list_logits[i] >= low && work.list_logits[i] <= high)
+      work.candidates.push_back({work.list_logits[i], work.list_ids[i]});
 }
 
 struct Budget {
@@ -83,7 +103,10 @@ void finish_in_ties(const Row& row, RowLaw& law, Budget budget, float value, Scr
 // Narrows the key range [low, high] that holds the end of the prefix until it can be listed.
 void finish_in_range(const Row& row, RowLaw& law, Budget budget, uint32_t low, uint32_t high, Scratch& work) {
   while (low < high) {
-    if (list_range(row, law, order_value(low), order_value(high), work)) return finish_in_list(law, budget, work);
+    if (list_range(row, law, order_value(low), order_value(high), work)) {
+      take_candidates(-kInfLogit, kInfLogit, work);
+      return finish_in_list(law, budget, work);
+    }
     int shift = 0;
     while (((high - low) >> shift) >= kBins) shift++;
     std::fill(work.hist, work.hist + kBins, 0);
@@ -139,45 +162,90 @@ void select_by_bins(const Row& row, RowLaw& law, Budget budget, float top_p, Scr
   finish_in_range(row, law, budget, low, high, work);
 }
 
-}  // namespace
+// The k-th largest part maximum of a first read: at most the k-th largest logit.
+float bound_of_largest(int32_t k, Scratch& work) {
+  auto& parts = work.group_max;
+  if (static_cast<size_t>(k) > parts.size()) return -kInfLogit;
+  std::nth_element(parts.begin(), parts.begin() + (k - 1), parts.end(), [](float a, float b) { return a > b; });
+  return parts[k - 1] < -kInfLogit ? -kInfLogit : parts[k - 1];
+}
 
-bool largest_k(const Row& row, int32_t k, Scratch& work) {
-  size_t groups = work.group_max.size();
-  float bound = kLowest;
-  if (static_cast<size_t>(k) <= groups) {  // the k-th largest group maximum is at most the k-th largest logit
-    std::nth_element(work.group_max.begin(), work.group_max.begin() + (k - 1), work.group_max.end(),
-                     [](float a, float b) { return a > b; });
-    bound = work.group_max[k - 1];
-  }
-  if (bound == kLowest) bound = -kInfLogit;
-  if (!list_range(row, RowLaw{}, bound, kInfLogit, work)) return false;
-  size_t count = std::min(work.candidates.size(), static_cast<size_t>(k));
-  std::partial_sort(work.candidates.begin(), work.candidates.begin() + count, work.candidates.end(), before);
-  work.candidates.resize(count);
+// A part maximum that about kListed logits reach, if they are spread evenly over the parts.
+float bound_of_list(int32_t size, Scratch& work) {
+  auto& parts = work.group_max;
+  if (size <= kMaxListed) return -kInfLogit;
+  double part_size = static_cast<double>(kPeekStep) / row_kernels().lanes;
+  double below = pow(1.0 - kListed / size, part_size);  // share of parts without one
+  auto at = parts.begin() + static_cast<ptrdiff_t>((1.0 - below) * static_cast<double>(parts.size() - 1));
+  std::nth_element(parts.begin(), at, parts.end(), [](float a, float b) { return a > b; });
+  return *at < -kInfLogit ? -kInfLogit : *at;
+}
+
+// Top-p in one pass: the total, and the list of the largest logits; false where the prefix does not end in the list.
+bool select_in_list(const Row& row, float top_p, float lowest, RowLaw& law, Scratch& work) {
+  float bound = bound_of_list(row.size, work), unused = law.max;
+  uint64_t total = 0;
+  bool fits = true;
+  clear_list(work);
+  for_kept_tiles(row, law, work, [&](int32_t base, int32_t n) {
+    // a finite lowest distance: masses are rounded id by id, as the bins do
+    total += row_kernels().mass(work.tile, n, law.max, law.tau, std::max(lowest, -88.0f), &unused);
+    if (fits) fits = append_range(base, n, bound, kInfLogit, work);
+  });
+  if (!fits) return false;
+  Budget budget{true, top_p_budget(top_p, total)};
+  const float scale = law.tau * kBinsPerUnit;
+  std::fill(work.hist, work.hist + kBins, 0);
+  std::fill_n(work.list_logits.begin() + work.listed, kGroup, kLowest);  // padding has no mass
+  row_kernels().histogram(work.list_logits.data(), work.listed, law.max, law.tau, scale, work.hist);
+  int32_t bin = 0;
+  for (; bin < kBins && budget.above + work.hist[bin] < budget.wanted; bin++) budget.above += work.hist[bin];
+  if (bin == kBins) return false;
+  uint32_t low, high;
+  bin_keys(law, bin, scale, &low, &high);
+  take_candidates(order_value(low), order_value(high), work);
+  finish_in_list(law, budget, work);
   return true;
 }
 
-RowLaw row_law_and_largest(const Row& row, float temperature, int32_t k, Scratch& work) {
+void keep_largest(int32_t k, Scratch& work) {
+  take_candidates(-kInfLogit, kInfLogit, work);
+  size_t count = std::min(work.candidates.size(), static_cast<size_t>(k));
+  std::partial_sort(work.candidates.begin(), work.candidates.begin() + count, work.candidates.end(), before);
+  work.candidates.resize(count);
+}
+
+}  // namespace
+
+RowLaw row_law_and_largest(Row row, float temperature, int32_t k, Scratch& work) {
   FilterParams params;
   params.temperature = temperature;
-  RowLaw law = row_law(row, params, work, true, true);
+  RowLaw law = row_law(row, params, work, false, true);
   if (law.is_empty) return law;
-  if (largest_k(row, k, work)) return law;
-  // More ties than the list holds: the kept set of top-k, listed in two parts (above the ties, then the lowest ids).
-  RowLaw kept = law;
-  kept.mass = 0;
-  select_by_bins(row, kept, Budget{false, static_cast<uint64_t>(k)}, 1.0f, work);
-  work.candidates.clear();
-  for_kept_tiles(row, kept, work, [&](int32_t base, int32_t n) {
-    int32_t count = row_kernels().collect(work.tile, n, -kInfLogit, kInfLogit, work.index);
-    for (int32_t i = 0; i < count; i++) work.candidates.push_back({work.tile[work.index[i]], base + work.index[i]});
+  row.is_clean = law.is_clean();
+  float bound = bound_of_largest(k, work), unused = 0.0f;
+  bool fits = true;
+  clear_list(work);
+  for_kept_tiles(row, law, work, [&](int32_t base, int32_t n) {
+    law.mass += row_kernels().mass(work.tile, n, law.max, law.tau, kLowest, &unused);
+    if (fits) fits = append_range(base, n, bound, kInfLogit, work);
   });
-  std::sort(work.candidates.begin(), work.candidates.end(), before);
+  law.log_mass = log(static_cast<double>(law.mass) / kMassScale);
+  if (!fits) {  // more ties than the list holds: the kept set of top-k is k long
+    RowLaw kept = law;
+    select_by_bins(row, kept, Budget{false, static_cast<uint64_t>(k)}, 1.0f, work);
+    clear_list(work);
+    for_kept_tiles(row, kept, work,
+                   [&](int32_t base, int32_t n) { append_range(base, n, -kInfLogit, kInfLogit, work); });
+  }
+  keep_largest(k, work);
   return law;
 }
 
-void select_kept(const Row& row, int32_t top_k, float top_p, float lowest, RowLaw& law, Scratch& work) {
-  if (top_k > 0 && largest_k(row, top_k, work)) {
+void select_kept(Row row, int32_t top_k, float top_p, float lowest, RowLaw& law, Scratch& work) {
+  row.is_clean = law.is_clean();
+  if (top_k > 0 && list_range(row, law, bound_of_largest(top_k, work), kInfLogit, work)) {
+    keep_largest(top_k, work);
     auto& list = work.candidates;
     while (list.size() > 1 && law.scaled(list.back().first) < lowest) list.pop_back();
     uint64_t total = 0;
@@ -185,12 +253,12 @@ void select_kept(const Row& row, int32_t top_k, float top_p, float lowest, RowLa
     finish_in_list(law, Budget{true, top_p < 1.0f ? top_p_budget(top_p, total) : ~0ull}, work);
     return;
   }
-  float kept_min = law.max, tile_max;
-  uint64_t total = 0;
+  if (top_k == 0 && top_p < 1.0f && select_in_list(row, top_p, lowest, law, work)) return;
+  float kept_min = law.max;
   if (lowest > kLowest) {
     for (int32_t base = 0; base < row.size; base += kTileLogits) {
-      int32_t n = load_tile(row, base, work.tile, &tile_max, nullptr);
-      total += row_kernels().mass(work.tile, n, law.max, law.tau, lowest, &kept_min);
+      int32_t n = load_tile(row, base, work.tile);
+      row_kernels().mass(work.tile, n, law.max, law.tau, lowest, &kept_min);
     }
     law.threshold = kept_min;
   }

@@ -5,13 +5,9 @@
 namespace specdec {
 
 // Sets law.threshold, law.last_tie and law.mass. `top_k` 0 and `top_p` 1 are off; `lowest` is min-p's scaled distance.
-void select_kept(const Row& row, int32_t top_k, float top_p, float lowest, RowLaw& law, Scratch& work);
-
-// The k largest logits in total order into work.candidates (sorted), from the group maxima of a first read.
-// Returns false (nothing useful in it) where too many are tied to list.
-bool largest_k(const Row& row, int32_t k, Scratch& work);
+void select_kept(Row row, int32_t top_k, float top_p, float lowest, RowLaw& law, Scratch& work);
 
 // The unfiltered law at `temperature` and the row's k largest logits, sorted, in work.candidates.
-RowLaw row_law_and_largest(const Row& row, float temperature, int32_t k, Scratch& work);
+RowLaw row_law_and_largest(Row row, float temperature, int32_t k, Scratch& work);
 
 }  // namespace specdec

@@ -37,17 +37,29 @@ struct Avx2 {
   SPECDEC_SIMD F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
   SPECDEC_SIMD F max(F a, F b) { return _mm256_max_ps(a, b); }
   SPECDEC_SIMD F min(F a, F b) { return _mm256_min_ps(a, b); }
-  SPECDEC_SIMD F round(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-  SPECDEC_SIMD F scale2(F a, F n) {
-    __m256i shift = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
-    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), shift));
+  // a * 2^n, n the integer in the low bits of `shifted` (see kExpShift)
+  SPECDEC_SIMD F scale2(F a, F shifted) {
+    __m256i power = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), power));
   }
+  SPECDEC_SIMD F from_bits(F a) { return _mm256_castsi256_ps(_mm256_cvttps_epi32(a)); }
   SPECDEC_SIMD M ge(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_GE_OQ); }
   SPECDEC_SIMD M eq(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
   SPECDEC_SIMD M is_number(F a) { return _mm256_cmp_ps(a, a, _CMP_ORD_Q); }
   SPECDEC_SIMD M both(M a, M b) { return _mm256_and_ps(a, b); }
   SPECDEC_SIMD F select(M m, F yes, F no) { return _mm256_blendv_ps(no, yes, m); }
   SPECDEC_SIMD uint32_t bits(M m) { return static_cast<uint32_t>(_mm256_movemask_ps(m)); }
+  // Writes the chosen lanes and their ids (first, first + 1, ...) densely.
+  SPECDEC_SIMD int32_t compress(M m, F v, int32_t first, float* values, int32_t* ids) {
+    alignas(32) float lane[8];
+    _mm256_store_ps(lane, v);
+    int32_t count = 0;
+    for (uint32_t found = bits(m); found; found &= found - 1, count++) {
+      values[count] = lane[__builtin_ctz(found)];
+      ids[count] = first + __builtin_ctz(found);
+    }
+    return count;
+  }
   SPECDEC_SIMD float reduce_max(F a) {
     __m128 m = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     m = _mm_max_ps(m, _mm_movehl_ps(m, m));
@@ -90,7 +102,7 @@ struct Avx2 {
   }
 
   // Words of tokens 4 * block .. 4 * block + 63: see simd_avx512.h.
-  SPECDEC_SIMD void philox(uint32_t block, const uint32_t counter[3], const uint32_t keys[20], uint32_t* words) {
+  SPECDEC_SIMD void philox(uint32_t block, const uint32_t counter[3], const uint64_t keys[20], uint32_t* words) {
     const __m256i m0 = _mm256_set1_epi64x(0xD2511F53), m1 = _mm256_set1_epi64x(0xCD9E8D57);
     for (int h = 0; h < 4; h++) {
       __m256i c0 =
@@ -99,8 +111,10 @@ struct Avx2 {
       __m256i c3 = _mm256_set1_epi64x(counter[2]);
       for (int round = 0; round < 10; round++) {
         __m256i p0 = _mm256_mul_epu32(c0, m0), p1 = _mm256_mul_epu32(c2, m1);
-        c0 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p1, 32), c1), _mm256_set1_epi64x(keys[2 * round]));
-        c2 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p0, 32), c3), _mm256_set1_epi64x(keys[2 * round + 1]));
+        c0 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p1, 32), c1),
+                              _mm256_set1_epi64x(static_cast<int64_t>(keys[2 * round])));
+        c2 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p0, 32), c3),
+                              _mm256_set1_epi64x(static_cast<int64_t>(keys[2 * round + 1])));
         c1 = p1;
         c3 = p0;
       }

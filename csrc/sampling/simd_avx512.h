@@ -37,17 +37,26 @@ struct Avx512 {
   SPECDEC_SIMD F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   SPECDEC_SIMD F max(F a, F b) { return _mm512_max_ps(a, b); }
   SPECDEC_SIMD F min(F a, F b) { return _mm512_min_ps(a, b); }
-  SPECDEC_SIMD F round(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-  SPECDEC_SIMD F scale2(F a, F n) {
-    __m512i shift = _mm512_slli_epi32(_mm512_cvtps_epi32(n), 23);
-    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), shift));
+  // a * 2^n, n the integer in the low bits of `shifted` (see kExpShift)
+  SPECDEC_SIMD F scale2(F a, F shifted) {
+    __m512i power = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), power));
   }
+  SPECDEC_SIMD F from_bits(F a) { return _mm512_castsi512_ps(_mm512_cvttps_epi32(a)); }
   SPECDEC_SIMD M ge(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
   SPECDEC_SIMD M eq(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
   SPECDEC_SIMD M is_number(F a) { return _mm512_cmp_ps_mask(a, a, _CMP_ORD_Q); }
   SPECDEC_SIMD M both(M a, M b) { return a & b; }
   SPECDEC_SIMD F select(M m, F yes, F no) { return _mm512_mask_blend_ps(m, no, yes); }
   SPECDEC_SIMD uint32_t bits(M m) { return m; }
+  // Writes the chosen lanes and their ids (first, first + 1, ...) densely; up to 16 elements behind them are
+  // overwritten.
+  SPECDEC_SIMD int32_t compress(M m, F v, int32_t first, float* values, int32_t* ids) {
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    _mm512_storeu_ps(values, _mm512_maskz_compress_ps(m, v));
+    _mm512_storeu_si512(ids, _mm512_maskz_compress_epi32(m, _mm512_add_epi32(lane, _mm512_set1_epi32(first))));
+    return __builtin_popcount(m);
+  }
   SPECDEC_SIMD float reduce_max(F a) { return _mm512_reduce_max_ps(a); }
   SPECDEC_SIMD float reduce_min(F a) { return _mm512_reduce_min_ps(a); }
 
@@ -74,7 +83,7 @@ struct Avx512 {
 
   // Words of tokens 4 * block .. 4 * block + 63. A 64-bit lane holds a 32-bit state word in its low half; the high
   // half is never read (a product takes the low halves), so a round is 2 products, 2 shifts and 2 three-way xors.
-  SPECDEC_SIMD void philox(uint32_t block, const uint32_t counter[3], const uint32_t keys[20], uint32_t* words) {
+  SPECDEC_SIMD void philox(uint32_t block, const uint32_t counter[3], const uint64_t keys[20], uint32_t* words) {
     const __m512i m0 = _mm512_set1_epi64(0xD2511F53), m1 = _mm512_set1_epi64(0xCD9E8D57);
     __m512i c0[2], c1[2], c2[2], c3[2];
     for (int h = 0; h < 2; h++) {

@@ -24,16 +24,20 @@ struct Scalar {
   SPECDEC_SIMD F fma(F a, F b, F c) { return __builtin_fmaf(a, b, c); }
   SPECDEC_SIMD F max(F a, F b) { return a > b ? a : b; }
   SPECDEC_SIMD F min(F a, F b) { return a < b ? a : b; }
-  SPECDEC_SIMD F round(F a) { return __builtin_nearbyintf(a); }
-  SPECDEC_SIMD F scale2(F a, F n) {
-    return bits_float(float_bits(a) + (static_cast<uint32_t>(static_cast<int32_t>(n)) << 23));
-  }
+  // a * 2^n, n the integer in the low bits of `shifted` (see kExpShift)
+  SPECDEC_SIMD F scale2(F a, F shifted) { return bits_float(float_bits(a) + (float_bits(shifted) << 23)); }
+  SPECDEC_SIMD F from_bits(F a) { return bits_float(static_cast<uint32_t>(a)); }
   SPECDEC_SIMD M ge(F a, F b) { return a >= b; }
   SPECDEC_SIMD M eq(F a, F b) { return a == b; }
   SPECDEC_SIMD M is_number(F a) { return a == a; }
   SPECDEC_SIMD M both(M a, M b) { return a && b; }
   SPECDEC_SIMD F select(M m, F yes, F no) { return m ? yes : no; }
   SPECDEC_SIMD uint32_t bits(M m) { return m; }
+  SPECDEC_SIMD int32_t compress(M m, F v, int32_t first, float* values, int32_t* ids) {
+    *values = v;
+    *ids = first;
+    return m;
+  }
   SPECDEC_SIMD float reduce_max(F a) { return a; }
   SPECDEC_SIMD float reduce_min(F a) { return a; }
 
@@ -45,9 +49,10 @@ struct Scalar {
   SPECDEC_SIMD F unit(const uint32_t* words) { return static_cast<float>(*words >> 9) * 1.1920929e-7f; }
 
   // Words of tokens 4 * block .. 4 * block + 63.
-  SPECDEC_SIMD void philox(uint32_t block, const uint32_t counter[3], const uint32_t keys[20], uint32_t* words) {
+  SPECDEC_SIMD void philox(uint32_t block, const uint32_t counter[3], const uint64_t keys[20], uint32_t* words) {
     for (uint32_t j = 0; j < 16; j++) {
-      Philox out = philox4x32_10(block + j, counter[0], counter[1], counter[2], keys[0], keys[1]);
+      Philox out = philox4x32_10(block + j, counter[0], counter[1], counter[2], static_cast<uint32_t>(keys[0]),
+                                 static_cast<uint32_t>(keys[1]));
       for (int w = 0; w < 4; w++) words[4 * j + w] = out.word[w];
     }
   }

@@ -97,9 +97,8 @@ void filter_rows_cpu(const Tensor& logits, const Tensor& temperature, const std:
         law.last_tie = law.argmax;
       }
       int32_t ties = 0;
-      float unused;
       for (int32_t base = 0; base < row.size && base <= law.last_tie; base += kTileLogits) {
-        int32_t n = load_tile(row, base, work.tile, &unused, nullptr);
+        int32_t n = load_tile(row, base, work.tile);
         int32_t found = row_kernels().collect(work.tile, n, law.threshold, law.threshold, work.index);
         for (int32_t i = 0; i < found; i++) ties += base + work.index[i] <= law.last_tie;
       }
