@@ -224,6 +224,41 @@ def _copy_pages(B: int, strided: bool) -> Sample:
     )
 
 
+def _draft_sample(B: int, strided: bool) -> Sample:
+    def run(logits, rows, t, s, p):
+        return sk.draft_sample(logits, 3, _sampling(t, s, p), row_requests=rows, row_positions=p)
+
+    return run, [view(torch.randn(B, VOCAB), strided), torch.arange(B, dtype=torch.int32), *sampling(B)]
+
+
+def _row_stats(B: int, strided: bool) -> Sample:
+    return (lambda x, t: sk.row_stats(x, temperature=t)), [view(torch.randn(B, VOCAB), strided), torch.full((B,), 0.7)]
+
+
+def _filter_rows(B: int, strided: bool) -> Sample:
+    return (
+        lambda x, t, s, p: sk.filter_rows(x, _sampling(t, s, p)),
+        [view(torch.randn(B, VOCAB), strided), *sampling(B)],
+    )
+
+
+def _residual_log_weights(B: int, strided: bool) -> Sample:
+    p, q = (view(torch.randn(B, VOCAB), strided) for _ in range(2))
+    return sk.residual_log_weights, [p, q, torch.zeros(B)]
+
+
+def _verify_probs(B: int, strided: bool) -> Sample:
+    probs = view(torch.randn(B * NODES, VOCAB).softmax(-1), strided)
+    drafts = torch.arange(B * NODES, dtype=torch.int32) % VOCAB
+
+    def run(probs, drafts, parents, cu, L, u, final):
+        tree = sk.build_tree(parents, cu, L, max_nodes=NODES)
+        return sk.verify_probs(probs, drafts, tree, u, final, method="target_only")
+
+    coins = [torch.rand(B * NODES), torch.rand(B)]
+    return run, [probs, drafts, ints(PARENTS * B), offsets(B), context(B), *coins]
+
+
 SAMPLES: dict[str, Callable[[int, bool], Sample]] = {
     name.removeprefix("_"): function
     for name, function in list(globals().items())
