@@ -200,14 +200,17 @@ class Walk {
   // Deterministic siblings: one coin against their cumulative mass (integers: exact), else the target without them.
   int32_t try_one_hot(int32_t node, const RowLaw& law) {
     Row row = target_row(node);
-    double bar = coin(p_.first_child[begin_ + node], 0, kPurposeAccept, depth_).u * static_cast<double>(law.mass);
+    // Strict, with room for the rounding of one logit: a coin on the boundary belongs to the next bucket.
+    constexpr double kStrict = 1.0 + 2.384185791015625e-7;
+    double u = coin(p_.first_child[begin_ + node], 0, kPurposeAccept, depth_).u;
+    double bar = u * static_cast<double>(law.mass) * kStrict;
     uint64_t cumulative = 0;
     for (int32_t kid : kids_) {
       if (!in_range(token(kid))) continue;
       float logit = load_logit(row, token(kid));
       if (!law.keeps(logit, token(kid))) continue;
       cumulative += static_cast<uint64_t>(llrintf(exp_nonpositive(law.scaled(logit)) * kMassScale));
-      if (static_cast<double>(cumulative) > bar) {
+      if (static_cast<double>(cumulative) > bar || cumulative >= law.mass) {
         accept(node, law, kid);
         return kid;
       }
