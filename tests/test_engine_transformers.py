@@ -140,13 +140,13 @@ def test_packed_linears_compute_the_same(dtype: torch.dtype, monkeypatch):
     inputs = [torch.randn(n, 64, dtype=dtype) for n in (1, 3, 1, 17)]
     with torch.inference_mode():
         before = [block(x) for x in inputs]
+        other = inputs[0] + 1
+        other_key = block.k_proj(other)
         assert pack_linears(block, dtype, torch.device("cpu")) == 6
         assert isinstance(block.down_proj, PackedLinear)
         assert isinstance(block.q_proj, SharedLinear)
         for x, wanted in zip(inputs, before):
             assert torch.allclose(block(x), wanted, atol=1e-5 if dtype == torch.float32 else 0.06)
         assert block.q_proj.state.x is None  # no input is kept alive between steps
-        y = inputs[0] + 1  # a member alone, then the group again: never a stale part
-        first = block.k_proj(y)
-        assert torch.equal(block.k_proj(inputs[0]), block.k_proj(inputs[0]))
-        assert torch.equal(block.k_proj(y), first)
+        block.q_proj(inputs[0])  # its siblings' parts are never fetched ...
+        assert torch.allclose(block.k_proj(other), other_key, atol=1e-5 if dtype == torch.float32 else 0.06)  # ... late
