@@ -118,8 +118,7 @@ __global__ void __launch_bounds__(kBuildThreads) build_tree_kernel(const BuildTr
   SPECDEC_SHARED(int32_t, deepest, 1);
   const int32_t b = blockIdx.x, thread = threadIdx.x;
   if (b == p.num_requests) {
-    int64_t from = p.cu_nodes[b];
-    from = from < 0 ? 0 : from;
+    int64_t from = tail_begin(p.cu_nodes, b, p.total_nodes);
     if (planted(Bug::block_race) && from > 0) from--;
     write_tail(p.out, from, p.total_nodes);
     return;

@@ -58,7 +58,13 @@ def _build_tree_kernel(
 ):  # fmt: skip
     b = tl.program_id(0)
     if b == num_requests:  # the rows behind the batch
-        start = tl.maximum(tl.load(cu_nodes_ptr + b), 0).to(tl.int64)
+        # as tail_begin of csrc/tree/tree.h: behind the last request whose offsets are sound
+        last = tl.load(cu_nodes_ptr + b)
+        before = tl.load(cu_nodes_ptr + b - 1, mask=b > 0, other=0)
+        first = tl.load(cu_nodes_ptr + b - 2, mask=b > 1, other=0)
+        sound = (last >= before) & (last >= 0) & (last <= total_nodes)
+        sound_before = (b > 0) & (before >= first) & (before >= 0) & (before <= total_nodes)
+        start = tl.where(sound, last, tl.where(sound_before, before, total_nodes)).to(tl.int64)
         for row in range(start, total_nodes.to(tl.int64), 32):
             rows = row + tl.arange(0, 32)
             _write_inert(
