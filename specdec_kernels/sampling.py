@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec_kernels import _ops
+from specdec_kernels._handover import gather_accepted, prepare_next, truncate
 from specdec_kernels._row_blocks import FilteredRows, RowStats, filter_rows, residual_log_weights, row_stats
 from specdec_kernels._sampling_args import (
     LOGPROBS,
@@ -37,9 +38,12 @@ __all__ = [
     "draft_sample",
     "draft_topk",
     "filter_rows",
+    "gather_accepted",
+    "prepare_next",
     "residual_log_weights",
     "row_stats",
     "sample",
+    "truncate",
     "verify",
     "verify_probs",
 ]

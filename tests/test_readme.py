@@ -33,5 +33,5 @@ def test_generated_pages_are_fresh():
 
 def test_local_links_lead_somewhere():
     for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "csrc" / "README.md"]:
-        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+        for target in re.findall(r"\]\((?!https?:|#)([^)#\s]*[./][^)#\s]*)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
