@@ -114,7 +114,7 @@ struct RowEnd {
 // Ends a row whose scores had maximum `top` (log2 units) and whose 2^(score - top) sum to `sum`.
 __device__ __forceinline__ RowEnd finish_row(const AttentionParams& p, float top, float sum, int32_t q_head) {
   constexpr float kLn2 = 0.6931471805599453f, kLog2E = 1.4426950408889634f;
-  if (!(sum > 0.0f)) return {0.0f, -INFINITY};
+  if (sum == 0.0f) return {0.0f, -INFINITY};  // nothing seen; a NaN sum goes on to the output
   const float all = p.sinks ? sum + exp2f(p.sinks[q_head] * kLog2E - top) : sum;
   const float v_scale = p.v_scale ? p.v_scale[q_head / p.group * p.v_scale_stride] : 1.0f;
   return {v_scale / all, (top + log2f(sum)) * kLn2};

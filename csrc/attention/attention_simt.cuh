@@ -72,10 +72,12 @@ __global__ void __launch_bounds__(32 * kSimtWarps) tree_attention_simt_kernel(co
       }
       score[half] = slot[half] >= 0 ? score_log2(p, dot, scale) : -INFINITY;
     }
-    const float best = fmaxf(top, warp_max(fmaxf(score[0], score[1])));
-    if (best == -INFINITY) continue;
-    const float shrink = exp2f(top - best);
-    const float weight[2] = {exp2f(score[0] - best), exp2f(score[1] - best)};
+    const float best = fmaxf(top, warp_max(fmaxf(score[0], score[1])));  // NaN scores aside: the same in every lane
+    const bool broken = __any_sync(kFullWarp, score[0] != score[0] || score[1] != score[1]);
+    if (best == -INFINITY && !broken) continue;
+    const float base = best == -INFINITY ? 0.0f : best;
+    const float shrink = exp2f(top - base);
+    const float weight[2] = {exp2f(score[0] - base), exp2f(score[1] - base)};
     top = best;
     sum = sum * shrink + warp_sum(weight[0] + weight[1]);
 #pragma unroll

@@ -13,17 +13,20 @@ struct Sum {
     return a + b;
   }
 };
+// Symmetric also for a NaN, which loses: otherwise the lanes of a butterfly would end with different maxima.
 struct Maximum {
   template <class T>
   __device__ __forceinline__ T operator()(T a, T b) const {
     return a < b ? b : a;
   }
+  __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 struct Minimum {
   template <class T>
   __device__ __forceinline__ T operator()(T a, T b) const {
     return b < a ? b : a;
   }
+  __device__ __forceinline__ float operator()(float a, float b) const { return fminf(a, b); }
 };
 
 // Every lane gets the reduction of all 32. The tree of shuffles is the same in every lane, so a float sum is the same
