@@ -77,7 +77,8 @@ def test_KV_05_dummy_rows_with_stale_tables(backend):
     """B padded to 4: rows 1..3 hold ids of cached pages and stale lengths; cu_nodes says they have no nodes."""
     from specdec_kernels.attention import slot_mapping, write_kv
 
-    backend.require("tree_attention")
+    for op in ("tree_attention", "slot_mapping", "write_kv"):
+        backend.require(op)
     rng = rng_of("KV-05")
     problem = build([chain(3), *(Tree([], []),) * 3], [6, 0, 0, 0], rng, page_size=4)
     t = problem.to(backend.device).tensors
