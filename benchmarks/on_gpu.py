@@ -5,7 +5,8 @@ a share of the time; every result is a JSONL row written at once, so a machine t
 
     environment    torch, driver, device, which ops libraries loaded
     correctness    every op that has a CUDA or Triton kernel against the CPU op, on its sample calls    (2 min)
-    timings        attention and verify: the benchmark families' quick runs                              (3 min)
+    placement      the same on a side stream, and on a second device while the first is current          (30 s)
+    timings        attention and verify: the benchmark families' quick runs                              (2.5 min)
     sanitizer      compute-sanitizer memcheck and racecheck on small shapes, where the tool is           (2 min)
     engine         one generation with random weights in SmolLM2's shape
 
@@ -31,7 +32,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGE_SECONDS = {"environment": 20, "correctness": 120, "timings": 180, "sanitizer": 120, "engine": 40}
+STAGE_SECONDS = {"environment": 20, "correctness": 120, "placement": 30, "timings": 150, "sanitizer": 120, "engine": 40}
 
 
 class Skip(Exception):  # noqa: N818  (not an error: a stage that cannot run here, with its reason)
@@ -119,15 +120,46 @@ def correctness(log: Log, deadline: float) -> None:
                 log.write("correctness", op=op, backend=backend, sample=index, **compare(op, backend, arguments))
 
 
-def compare(op: str, backend: str, arguments: list[Any]) -> dict[str, Any]:
-    """Run one call on the GPU and on the CPU and compare what it mutates."""
+def placement(log: Log, deadline: float) -> None:
+    """Case IN-04: every op on a side stream behind a sleep, and on cuda:1 while cuda:0 is current if there are two."""
+    need_gpu()
+    from specdec_kernels import _ops
+
+    for op in sorted(_ops.SCHEMAS):
+        for backend in ("native", "triton"):
+            if not (_ops.supports(op, backend, "cuda") and _ops.supports(op, "native", "cpu")):
+                continue
+            if time.monotonic() > deadline:
+                raise Skip("out of time; the ops above were compared")
+            arguments = sample_calls(op)[0]
+            row = compare(op, backend, arguments, stream=torch.cuda.Stream())
+            log.write("placement", op=op, backend=backend, where="side stream", **row)
+            if torch.cuda.device_count() > 1:
+                row = compare(op, backend, arguments, device="cuda:1")
+                log.write("placement", op=op, backend=backend, where="cuda:1", **row)
+
+
+def compare(
+    op: str, backend: str, arguments: list[Any], device: str = "cuda", stream: torch.cuda.Stream | None = None
+) -> dict[str, Any]:
+    """Run one call on the GPU and on the CPU and compare what it mutates.
+
+    With `stream` the inputs are filled there behind a sleep: a kernel launched elsewhere reads them too early.
+    """
     from specdec_kernels import _ops
 
     schema = getattr(torch.ops.specdec, op).default._schema
-    on_gpu, on_cpu = _to(arguments, "cuda"), _to(arguments, "cpu")
+    on_gpu, on_cpu = _to(arguments, device), _to(arguments, "cpu")
     try:
-        _ops.call(op, backend, torch.device("cuda"), *on_gpu)
-        torch.cuda.synchronize()
+        if stream is not None:
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(50_000_000)
+                on_gpu = _to(on_gpu, device)
+                _ops.call(op, backend, torch.device(device), *on_gpu)
+        else:
+            _ops.call(op, backend, torch.device(device), *on_gpu)
+        torch.cuda.synchronize(device)
     except Exception as error:
         return {"ok": False, "error": f"{type(error).__name__}: {error}"[:400]}
     _ops.call(op, "native", torch.device("cpu"), *on_cpu)
@@ -200,6 +232,7 @@ def engine(log: Log, deadline: float) -> None:
 STAGES: dict[str, Callable[[Log, float], None]] = {
     "environment": environment,
     "correctness": correctness,
+    "placement": placement,
     "timings": timings,
     "sanitizer": sanitizer,
     "engine": engine,

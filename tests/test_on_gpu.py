@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: run the script itself")
-@pytest.mark.parametrize("stage", ["environment", "correctness", "timings", "sanitizer"])
+@pytest.mark.parametrize("stage", ["environment", "correctness", "placement", "timings", "sanitizer"])
 def test_runs_to_the_end_without_a_gpu(stage: str, tmp_path: Path):
     command = [sys.executable, "-m", "benchmarks.on_gpu", "--out", str(tmp_path), "--only", stage]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
