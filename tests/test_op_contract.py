@@ -59,7 +59,7 @@ def test_schemas_are_out_variants():
 
 
 @pytest.mark.parametrize("op", BUILT)
-def test_opcheck(op: str, monkeypatch: pytest.MonkeyPatch):
+def test_IN_04_opcheck(op: str, monkeypatch: pytest.MonkeyPatch):
     arguments = out_variant_arguments(op, monkeypatch)
     torch.library.opcheck(getattr(torch.ops.specdec, op).default, tuple(arguments))
 
@@ -83,7 +83,7 @@ def test_only_declared_arguments_change(op: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
 @pytest.mark.parametrize("B", [0, 1, 3])
 @pytest.mark.parametrize("op", BUILT)
-def test_fakes_equal_real(op: str, B: int, strided: bool):
+def test_IN_04_fakes_equal_real(op: str, B: int, strided: bool):
     run, tensors = SAMPLES[op](B, strided)
     with FakeTensorMode() as mode:
         fake = flat(run(*[mode.from_tensor(t) for t in tensors]))
@@ -94,7 +94,7 @@ def test_fakes_equal_real(op: str, B: int, strided: bool):
 
 
 @pytest.mark.parametrize("op", BUILT)
-def test_fullgraph_compile_with_changing_batch(op: str):
+def test_IN_04_fullgraph_compile_with_changing_batch(op: str):
     torch._dynamo.reset()
     compiled = None
     for B in (3, 2, 5):
