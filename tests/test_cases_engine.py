@@ -44,7 +44,7 @@ def test_BT_01_eos_inside_the_accepted_block_ends_the_output_there(place: int):
     assert result.finish_reason == "stop"
     assert result.stats.emitted == place + 2
     assert result.stats.accepted == min(4, place + 1)
-    assert engine.pool.num_free == CONFIG.num_pages
+    assert engine.arena.num_free == CONFIG.num_pages
     plain = Engine(model, "none", CONFIG).generate([[9]], max_tokens=20)[0]
     assert plain.token_ids == result.token_ids
 
@@ -201,7 +201,7 @@ def test_KV_03_a_thousand_steps_leave_no_page_behind():
             engine.abort(rng.choice(list(engine._states)))
     for request_id in list(engine._states):
         engine.abort(request_id)
-    assert engine.pool.num_free == 100
+    assert engine.arena.num_free == 100
 
 
 def test_ME_01_empty_and_failed_steps_count_nothing():

@@ -53,7 +53,7 @@ def test_packed_rows_and_trees_equal_the_models_own_forward(name: str):
     texts = [torch.randint(0, 96, (n,), generator=rng).tolist() for n in (19, 3, 11)]
     states = [engine._prepare(Request(text)) for text in texts]
     for state in states:
-        engine.pool.grow(state.pages, 64)
+        engine.arena.grow(state.pages, 64)
 
     def full(tokens: list[int]) -> torch.Tensor:
         with torch.inference_mode():
@@ -101,7 +101,7 @@ def test_a_layer_subset_really_skips_layers():
     model = TransformersModel(build("llama"))
     engine = Engine(model, "none", EngineConfig(page_size=4, num_pages=64))
     state = engine._prepare(Request([1, 2, 3, 4, 5]))
-    engine.pool.grow(state.pages, 8)
+    engine.arena.grow(state.pages, 8)
     batch = pack_step([], [Chunk(state, 5, True)], 4, model.device).batch
     whole = model.forward(batch, engine.cache).clone()
     assert not torch.allclose(whole, model.forward(batch, engine.cache, (0, 2)))

@@ -15,7 +15,7 @@ from specdec_kernels.engine.batch import TargetModel
 from specdec_kernels.engine.drafters import Draft, DraftContext, Drafter, DrafterTable, Limit
 from specdec_kernels.engine.metrics import EngineCounters
 from specdec_kernels.engine.pack import Packed, make_sampling, pack_step
-from specdec_kernels.engine.pages import PagePool
+from specdec_kernels.engine.pages import Arena
 from specdec_kernels.engine.request import Event, Request, RequestState, Result
 from specdec_kernels.engine.scheduler import Scheduler
 from specdec_kernels.engine.tokens import TextStream, encode_prompt
@@ -61,8 +61,8 @@ class Engine:
         self.config.validate()
         self.metrics = EngineCounters()
         self.cache = model.allocate_cache(self.config.num_pages, self.config.page_size)
-        self.pool = PagePool(self.config.num_pages, self.config.page_size)
-        self.scheduler = Scheduler(self.pool, self.config.max_batch, self.config.max_step_tokens, self.metrics)
+        self.arena = Arena(self.config.num_pages, self.config.page_size)
+        self.scheduler = Scheduler(self.arena, self.config.max_batch, self.config.max_step_tokens, self.metrics)
         self._kv = kv_handle(self.cache.k, self.cache.v)
         self._drafters = DrafterTable()
         self._default_drafter = self._drafters.get(drafter)
@@ -132,7 +132,7 @@ class Engine:
                 events += self._accept(packed, verified)
             self.scheduler.trim(self.scheduler.running)
         if self.config.check:
-            self.pool.check([state.pages for state in self._states.values()])
+            self.arena.check([state.pages for state in self._states.values()])
         self.metrics.step_time_s += time.perf_counter() - start
         for event, callback in events:
             if callback is not None:
@@ -244,10 +244,10 @@ class Engine:
                 f"Request: prompt: expected fewer tokens than the model's context of {self.model.max_context}, "
                 f"got {len(tokens)}"
             )
-        if self.pool.pages_for(len(tokens) + 1) > self.pool.num_pages:
+        if self.arena.pages_for(len(tokens) + 1) > self.arena.num_pages:
             raise ValueError(
-                f"Request: prompt: expected at most {self.pool.num_pages * self.pool.page_size - 1} tokens "
-                f"({self.pool.num_pages} pages), got {len(tokens)}; raise EngineConfig.num_pages"
+                f"Request: prompt: expected at most {self.arena.num_pages * self.arena.page_size - 1} tokens "
+                f"({self.arena.num_pages} pages), got {len(tokens)}; raise EngineConfig.num_pages"
             )
         eos = frozenset() if request.ignore_eos else self.model.eos_token_ids
         drafter = self._default_drafter if request.drafter is None else self._drafters.get(request.drafter)

@@ -1,50 +1,253 @@
-"""KV pages: which are free, who owns the others. Pages are handed out and taken back, never counted twice."""
+"""One arena of KV pages for two tenants, the target's KV and a drafter's: who owns what, who lends, who gives back.
+
+A page is a span of memory. The target puts `page_size` tokens into it, a drafter with smaller rows `draft_page_size`.
+Nothing is reserved: a tenant takes what it needs, may borrow beyond its floor, and the target gets borrowed pages back.
+
+    |<- target_floor ->|            either tenant            |<- draft_floor ->|
+    | target ACTIVE ...| COMMITTED | SOFT |   FREE  ...      | draft ACTIVE    |
+                         ^ kept by the prefix cache, no owner: taken when FREE runs out, SOFT first
+"""
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
-class PagePool:
-    """`num_pages` pages of `page_size` tokens. A request owns `ceil(context_len / page_size)` pages between steps and
-    borrows more for the tree of a step."""
 
-    def __init__(self, num_pages: int, page_size: int):
-        self.num_pages, self.page_size = num_pages, page_size
+class PageState(enum.IntEnum):
+    """FREE: no content; ACTIVE: at least one owner; COMMITTED, SOFT: no owner, kept by the prefix cache (verified text;
+    rejected or cut-off drafts)."""
+
+    FREE = 0
+    ACTIVE = 1
+    COMMITTED = 2
+    SOFT = 3
+
+
+class Tenant(enum.IntEnum):
+    TARGET = 0
+    DRAFT = 1
+
+
+class Evictor(Protocol):
+    """The prefix cache, as the arena sees it."""
+
+    def on_idle(self, page: int) -> None:
+        """A kept page lost its last owner."""
+
+    def evict(self, count: int, soft_only: bool = False) -> int:
+        """Forget up to `count` kept pages without owners; returns how many."""
+
+
+class Arena:
+    """`num_pages` pages; `page_size`, `draft_page_size`: tokens a page holds for either tenant (0: no draft tenant).
+
+    target_floor, draft_floor: pages the other tenant can never hold. A draft tenant above its floor is a borrower: it
+    takes FREE and SOFT pages only, and not while lending is closed. `reclaim(count)`, set by the engine, is asked to
+    drop borrowed draft pages when the target runs out; that closes lending until `reopen` pages are free or kept
+    (default: an eighth), so that drafting is not switched on and off in turns.
+    `on_free(pages)` is told of every page that becomes FREE (a debugging engine poisons it).
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        draft_page_size: int = 0,
+        target_floor: int = 0,
+        draft_floor: int = 0,
+        reopen: int | None = None,
+        on_free: Callable[[Sequence[int]], None] | None = None,
+    ):
+        for name, value, least in (
+            ("num_pages", num_pages, 1), ("page_size", page_size, 1), ("draft_page_size", draft_page_size, 0),
+            ("target_floor", target_floor, 0), ("draft_floor", draft_floor, 0),
+        ):  # fmt: skip
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"Arena: {name}: expected an int >= {least}, got {value!r}")
+        if target_floor + draft_floor > num_pages:
+            raise ValueError(
+                f"Arena: draft_floor: expected floors within {num_pages} pages, got {target_floor} + {draft_floor}"
+            )
+        self.num_pages, self.page_size, self.draft_page_size = num_pages, page_size, draft_page_size
+        self.floors = (target_floor, draft_floor)
+        self.reopen = max(1, num_pages // 8) if reopen is None else reopen
+        self.on_free = on_free
+        self.reclaim: Callable[[int], int] | None = None
+        self.evictor: Evictor | None = None
+        self.lending = True
+        self.active = [0, 0]  # pages with owners, per tenant
+        self.evicted = {PageState.SOFT: 0, PageState.COMMITTED: 0}
+        self.reclaimed = 0
         self._free = list(range(num_pages - 1, -1, -1))
-        self._is_free = bytearray(b"\x01" * num_pages)
+        self._owners = [0] * num_pages
+        self._tenant = [Tenant.TARGET] * num_pages
+        self._kept = [PageState.FREE] * num_pages  # FREE: the cache does not keep it
+
+    # ---- looking
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold `num_tokens` tokens."""
-        return -(-num_tokens // self.page_size)
+    @property
+    def num_idle(self) -> int:
+        """Kept pages without owners: they can be taken, at the price of what they hold."""
+        return self.num_pages - len(self._free) - sum(self.active)
 
-    def grow(self, pages: list[int], num_tokens: int) -> bool:
-        """Extend `pages` so that they hold `num_tokens` tokens; False (and nothing changed) if too few are free."""
-        missing = self.pages_for(num_tokens) - len(pages)
-        if missing > len(self._free):
+    @property
+    def num_unowned(self) -> int:
+        """FREE and kept pages together: all of them once no request is left."""
+        return self.num_pages - sum(self.active)
+
+    def state(self, page: int) -> PageState:
+        return PageState.ACTIVE if self._owners[page] else self._kept[page]
+
+    def owners(self, page: int) -> int:
+        return self._owners[page]
+
+    def kept_as(self, page: int) -> PageState:
+        """COMMITTED or SOFT if the cache keeps the page, owners or not; else FREE."""
+        return self._kept[page]
+
+    def pages_in(self, state: PageState) -> list[int]:
+        return [page for page in range(self.num_pages) if self.state(page) == state]
+
+    def pages_for(self, num_tokens: int, tenant: Tenant = Tenant.TARGET) -> int:
+        """Pages that hold `num_tokens` tokens of a tenant."""
+        return -(-num_tokens // (self.page_size if tenant == Tenant.TARGET else self.draft_page_size))
+
+    def available(self, tenant: Tenant = Tenant.TARGET) -> int:
+        """Pages that the tenant could be given now."""
+        other = Tenant(1 - tenant)
+        room = self.num_pages - self.floors[other] - self.active[tenant]
+        here = self.num_free + self.num_idle
+        if tenant == Tenant.TARGET:
+            return min(room, here + (self._borrowed if self.reclaim is not None else 0))
+        own = max(0, self.floors[tenant] - self.active[tenant])
+        return min(room, here if self._may_lend() else min(own, here))
+
+    @property
+    def _borrowed(self) -> int:
+        return max(0, self.active[Tenant.DRAFT] - self.floors[Tenant.DRAFT])
+
+    def _may_lend(self) -> bool:
+        if not self.lending and self.num_free + self.num_idle >= self.reopen:
+            self.lending = True
+        return self.lending
+
+    # ---- taking and giving back
+
+    def grow(
+        self, pages: list[int], num_tokens: int, tenant: Tenant = Tenant.TARGET, *, free_only: bool = False
+    ) -> bool:
+        """Extend `pages` so that they hold `num_tokens` tokens; False (and nothing changed) if that cannot be had.
+        free_only: FREE and SOFT pages only (what is wanted is a guess, not worth anyone's text)."""
+        missing = self.pages_for(num_tokens, tenant) - len(pages)
+        if missing <= 0:
+            return True
+        if not self._make_room(missing, tenant, free_only):
             return False
-        for _ in range(missing):
-            page = self._free.pop()
-            self._is_free[page] = 0
-            pages.append(page)
+        pages.extend(self._take(tenant) for _ in range(missing))
         return True
 
-    def shrink(self, pages: list[int], num_tokens: int) -> None:
-        """Give back the pages of `pages` that lie behind the first `num_tokens` tokens."""
-        keep = self.pages_for(num_tokens)
+    def shrink(self, pages: list[int], num_tokens: int, tenant: Tenant = Tenant.TARGET) -> None:
+        """Give back the pages of `pages` that lie behind the first `num_tokens` tokens, last first."""
+        keep = self.pages_for(num_tokens, tenant)
         while len(pages) > keep:
-            page = pages.pop()
-            if self._is_free[page]:
-                raise RuntimeError(f"PagePool: page {page} was returned twice")
-            self._is_free[page] = 1
-            self._free.append(page)
+            self.release(pages.pop())
 
-    def check(self, owned: list[list[int]]) -> None:
-        """Raise RuntimeError unless every page is either free or owned by exactly one of `owned`."""
-        held = [page for pages in owned for page in pages]
-        if len(held) != len(set(held)) or len(held) + len(self._free) != self.num_pages:
-            raise RuntimeError(f"PagePool: {len(held)} pages held, {len(self._free)} free, {self.num_pages} in all")
-        if any(self._is_free[page] for page in held):
-            raise RuntimeError("PagePool: a page is both free and owned")
+    def share(self, page: int) -> None:
+        """One more owner for an ACTIVE or kept page."""
+        if self.state(page) == PageState.FREE:
+            raise RuntimeError(f"Arena: page {page} is free and cannot be shared")
+        if self._owners[page] == 0:
+            self.active[self._tenant[page]] += 1
+        self._owners[page] += 1
+
+    def release(self, page: int) -> None:
+        """One owner less; without owners a page is kept by the cache or FREE."""
+        if self._owners[page] <= 0:
+            raise RuntimeError(f"Arena: page {page} was returned twice")
+        self._owners[page] -= 1
+        if self._owners[page] == 0:
+            self.active[self._tenant[page]] -= 1
+            if self._kept[page] == PageState.FREE:
+                self._set_free(page)
+            elif self.evictor is not None:
+                self.evictor.on_idle(page)
+
+    def keep(self, page: int, state: PageState) -> None:
+        """The cache keeps an ACTIVE or kept page, as COMMITTED or SOFT, for when it has no owner."""
+        if state not in self.evicted or self.state(page) == PageState.FREE:
+            raise RuntimeError(f"Arena: page {page} cannot be kept as {state!r}")
+        self._kept[page] = state
+
+    def forget(self, page: int, evicted: bool = False) -> None:
+        """The cache keeps the page no longer."""
+        if evicted:
+            self.evicted[self._kept[page]] += 1
+        self._kept[page] = PageState.FREE
+        if self._owners[page] == 0:
+            self._set_free(page)
+
+    def _take(self, tenant: Tenant) -> int:
+        page = self._free.pop()
+        self._owners[page], self._tenant[page] = 1, tenant
+        self.active[tenant] += 1
+        return page
+
+    def _set_free(self, page: int) -> None:
+        self._free.append(page)
+        if self.on_free is not None:
+            self.on_free([page])
+
+    def _make_room(self, count: int, tenant: Tenant, free_only: bool) -> bool:
+        """Have `count` pages FREE that this tenant may take; cheapest first: FREE, SOFT, COMMITTED, borrowed ones."""
+        after = self.active[tenant] + count
+        if after > self.num_pages - self.floors[1 - tenant]:
+            return False
+        soft_only = free_only or (tenant == Tenant.DRAFT and after > self.floors[Tenant.DRAFT])
+        if tenant == Tenant.DRAFT and soft_only and not free_only and not self._may_lend():
+            return False
+        missing = count - len(self._free)
+        if missing > 0 and not soft_only and missing > self.num_idle:
+            borrowed = min(self._borrowed, missing - self.num_idle) if tenant == Tenant.TARGET else 0
+            if borrowed < missing - self.num_idle or self.reclaim is None:
+                return False
+            self.reclaimed += self.reclaim(borrowed)
+            self.lending = False
+            missing = count - len(self._free)
+        if missing > 0 and self.evictor is not None:
+            self.evictor.evict(missing, soft_only)
+        return len(self._free) >= count
+
+    # ---- debugging
+
+    def check(self, owned: Iterable[Sequence[int]]) -> None:
+        """Raise RuntimeError unless owners, states and counts agree with the page lists in `owned` (all there are)."""
+        owners = [0] * self.num_pages
+        for pages in owned:
+            for page in pages:
+                owners[page] += 1
+            if len(pages) != len(set(pages)):
+                raise RuntimeError(f"Arena: an owner lists a page twice: {list(pages)}")
+        wrong = [(page, owners[page], self._owners[page]) for page in range(self.num_pages)]
+        wrong = [entry for entry in wrong if entry[1] != entry[2]]
+        if wrong:
+            raise RuntimeError(f"Arena: (page, owners listed, owners counted): {wrong[:8]}")
+        free = set(self._free)
+        if len(free) != len(self._free):
+            raise RuntimeError("Arena: a page is free twice")
+        if any((self.state(page) == PageState.FREE) != (page in free) for page in range(self.num_pages)):
+            raise RuntimeError("Arena: the free list does not match the pages' states")
+        active = [0, 0]
+        for page in range(self.num_pages):
+            if owners[page]:
+                active[self._tenant[page]] += 1
+        if active != self.active:
+            raise RuntimeError(f"Arena: {active} pages active, {self.active} counted")
+        if any(active[t] > self.num_pages - self.floors[1 - t] for t in Tenant):
+            raise RuntimeError(f"Arena: {active} pages active against floors {self.floors}")

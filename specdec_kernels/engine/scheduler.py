@@ -9,7 +9,7 @@ from typing import NamedTuple
 from specdec_kernels.engine.drafters import Limit
 from specdec_kernels.engine.metrics import EngineCounters
 from specdec_kernels.engine.pack import Chunk
-from specdec_kernels.engine.pages import PagePool
+from specdec_kernels.engine.pages import Arena
 from specdec_kernels.engine.request import RequestState
 
 
@@ -26,8 +26,8 @@ class Scheduler:
     youngest is sent back to the head of the queue and its text is computed again later. Draft slots are taken only from
     pages that are free anyway."""
 
-    def __init__(self, pool: PagePool, max_batch: int, max_step_tokens: int, metrics: EngineCounters):
-        self.pool, self.max_batch, self.max_step_tokens, self.metrics = pool, max_batch, max_step_tokens, metrics
+    def __init__(self, arena: Arena, max_batch: int, max_step_tokens: int, metrics: EngineCounters):
+        self.arena, self.max_batch, self.max_step_tokens, self.metrics = arena, max_batch, max_step_tokens, metrics
         self.waiting: deque[RequestState] = deque()
         self.running: list[RequestState] = []
 
@@ -52,7 +52,7 @@ class Scheduler:
             budget -= size
         while self.waiting and len(self.running) < self.max_batch and budget > 0:
             state = self.waiting[0]
-            if self.pool.pages_for(len(state.tokens)) > self.pool.num_free:
+            if self.arena.pages_for(len(state.tokens)) > self.arena.num_free:
                 if not self.running:
                     state.finish_reason = "memory"
                 break
@@ -69,7 +69,7 @@ class Scheduler:
 
     def remove(self, state: RequestState) -> None:
         """Forget a request and take its pages back."""
-        self.pool.shrink(state.pages, 0)
+        self.arena.shrink(state.pages, 0)
         if state in self.running:
             self.running.remove(state)
         elif state in self.waiting:
@@ -78,20 +78,20 @@ class Scheduler:
     def trim(self, states: Sequence[RequestState]) -> None:
         """Take back the pages that a step's trees borrowed."""
         for state in states:
-            self.pool.shrink(state.pages, state.context_len)
+            self.arena.shrink(state.pages, state.context_len)
 
     def _limit(self, state: RequestState, num_drafts: int, budget: int) -> Limit:
         """No draft beyond what may still be emitted, no slot behind the longest text, no page that is not free."""
         own = state.request.num_drafts
         room = state.max_len - len(state.tokens)
         nodes = min(num_drafts if own is None else own, budget, room)
-        while nodes > 0 and not self.pool.grow(state.pages, state.context_len + 1 + nodes):
+        while nodes > 0 and not self.arena.grow(state.pages, state.context_len + 1 + nodes):
             nodes -= 1
         return Limit(max(0, nodes), min(max(0, nodes), room - 1))
 
     def _hold(self, state: RequestState, num_tokens: int) -> bool:
         """Get pages for `num_tokens` tokens of a running request, at the cost of younger ones or of itself."""
-        while not self.pool.grow(state.pages, num_tokens):
+        while not self.arena.grow(state.pages, num_tokens):
             youngest = self.running[-1]
             if youngest is state and len(self.running) == 1:
                 state.finish_reason = "memory"
@@ -102,7 +102,7 @@ class Scheduler:
         return True
 
     def _preempt(self, state: RequestState) -> None:
-        self.pool.shrink(state.pages, 0)
+        self.arena.shrink(state.pages, 0)
         state.context_len = 0
         self.running.remove(state)
         self.waiting.appendleft(state)
