@@ -16,6 +16,7 @@ from specdec_kernels.engine.drafters import Draft, DraftContext, Drafter, Drafte
 from specdec_kernels.engine.metrics import EngineCounters
 from specdec_kernels.engine.pack import Packed, make_sampling, pack_step
 from specdec_kernels.engine.pages import Arena
+from specdec_kernels.engine.policy import DraftOutcome, DraftPolicy, FixedDrafts, StepTiming
 from specdec_kernels.engine.request import Event, Request, RequestState, Result
 from specdec_kernels.engine.scheduler import Scheduler
 from specdec_kernels.engine.tokens import TextStream, encode_prompt
@@ -54,11 +55,20 @@ class Engine:
 
     `add` queues requests, `step` runs one packed forward pass for all of them and returns what it gave; `generate` does
     both for a list of prompts. Greedy output equals plain greedy decoding, sampled output has the target's law.
+    `policy` sets each request's number of drafts (None: always `config.num_drafts`); see `GoodputPolicy`.
     """
 
-    def __init__(self, model: TargetModel, drafter: str | Drafter = "none", config: EngineConfig | None = None):
+    def __init__(
+        self,
+        model: TargetModel,
+        drafter: str | Drafter = "none",
+        config: EngineConfig | None = None,
+        *,
+        policy: DraftPolicy | None = None,
+    ):
         self.model, self.config = model, config or EngineConfig()
         self.config.validate()
+        self.policy = FixedDrafts(self.config.num_drafts) if policy is None else policy
         self.metrics = EngineCounters()
         self.cache = model.allocate_cache(self.config.num_pages, self.config.page_size)
         self.arena = Arena(self.config.num_pages, self.config.page_size)
@@ -81,6 +91,7 @@ class Engine:
         if state is None:
             return None
         event, _ = self._finish(state, "abort")
+        self.policy.forget(request_id)
         return event.result
 
     @property
@@ -116,21 +127,39 @@ class Engine:
     def step(self) -> list[Event]:
         """Run one step for all requests; returns what each got, after calling their `on_event`."""
         start = time.perf_counter()
-        plan = self.scheduler.plan(self.config.num_drafts)
+        plan = self.scheduler.plan(self.policy)
         events = [self._finish(s, "memory") for s in list(self._states.values()) if s.finish_reason == "memory"]
         if plan.decoding or plan.chunks:
+            requests = plan.decoding + [chunk.state for chunk in plan.chunks]
+            context = sum(state.context_len for state in requests)
+            draft_start = time.perf_counter()
             drafts = self._draft(plan.decoding, plan.limits)
+            draft_seconds = time.perf_counter() - draft_start
             packed = pack_step(list(zip(plan.decoding, drafts)), plan.chunks, self.config.page_size, self.model.device)
             logits = self._forward(packed)
             for state, size, last in plan.chunks:
                 state.context_len += size - last  # a text's last token is the root: verification commits it
                 self.metrics.prefill_tokens += size
+            outcomes: list[DraftOutcome] = []
             if packed.states:
                 verified = self._verify(packed, logits)
                 if packed.branched:  # the path accepted in a chain is dense already
                     self._commit(packed, verified)
-                events += self._accept(packed, verified)
+                events += self._accept(packed, verified, outcomes)
             self.scheduler.trim(self.scheduler.running)
+            timing = StepTiming(
+                nodes=len(packed.batch.token_ids),
+                requests=len(requests),
+                context=context,
+                levels=max((draft.depth for draft in drafts), default=0),
+                drafts=sum(map(len, drafts)),
+                forward_seconds=time.perf_counter() - draft_start - draft_seconds,
+                draft_seconds=draft_seconds,
+            )
+            self.policy.record(outcomes, timing)
+        for event, _ in events:
+            if event.result is not None:
+                self.policy.forget(event.request_id)
         if self.config.check:
             self.arena.check([state.pages for state in self._states.values()])
         self.metrics.step_time_s += time.perf_counter() - start
@@ -199,8 +228,9 @@ class Engine:
             page_size=self.config.page_size,
         )
 
-    def _accept(self, packed: Packed, verified: Verified) -> list[tuple[Event, Any]]:
-        """Append what was accepted to each request's text; end those that reached a stop or their limit."""
+    def _accept(self, packed: Packed, verified: Verified, outcomes: list[DraftOutcome]) -> list[tuple[Event, Any]]:
+        """Append what was accepted to each request's text; end those that reached a stop or their limit. `outcomes`
+        gets what became of each request's drafts."""
         rows = zip(
             packed.states,
             packed.drafts,
@@ -223,9 +253,13 @@ class Engine:
             state.tokens += new
             state.context_len += emitted
             state.num_steps += 1
+            exhausted = nodes[emitted - 1] not in draft.parents
             for counters in (state.stats, self.metrics):
-                counters.record(draft.depth_counts(), emitted - 1, len(new), nodes[emitted - 1] not in draft.parents)
+                counters.record(draft.depth_counts(), emitted - 1, len(new), exhausted)
                 counters.flagged += flags != 0
+            if len(draft) and not flags:
+                refused = not exhausted and len(new) == emitted
+                outcomes.append(DraftOutcome(state.id, min(emitted - 1, len(new)), refused))
             accepted = min(emitted - 1, len(new))
             events.append(self._finish(state, reason, new, accepted) if reason else self._event(state, new, accepted))
         return events

@@ -10,6 +10,7 @@ from specdec_kernels.engine.drafters import Limit
 from specdec_kernels.engine.metrics import EngineCounters
 from specdec_kernels.engine.pack import Chunk
 from specdec_kernels.engine.pages import Arena
+from specdec_kernels.engine.policy import DraftPolicy, PrefillLoad, RequestView
 from specdec_kernels.engine.request import RequestState
 
 
@@ -30,15 +31,17 @@ class Scheduler:
         self.arena, self.max_batch, self.max_step_tokens, self.metrics = arena, max_batch, max_step_tokens, metrics
         self.waiting: deque[RequestState] = deque()
         self.running: list[RequestState] = []
+        self._preempted: set[int] = set()  # in this step, by id: `in self.running` would be quadratic in the batch
 
-    def plan(self, num_drafts: int) -> StepPlan:
-        """Choose the step. Every planned request owns the pages of its tokens when this returns; a request that the
-        whole pool cannot hold gets `finish_reason` "memory"."""
+    def plan(self, policy: DraftPolicy) -> StepPlan:
+        """Choose the step; `policy` says how many drafts each request is worth. Every planned request owns the pages of
+        its tokens when this returns; a request that the whole pool cannot hold gets `finish_reason` "memory"."""
         budget = self.max_step_tokens
         decoding: list[RequestState] = []
         chunks: list[Chunk] = []
+        self._preempted.clear()
         for state in list(self.running):
-            if state not in self.running:  # pre-empted by an older one
+            if state.id in self._preempted:  # by an older one
                 continue
             size = min(len(state.tokens) - state.context_len, 1 if state.decoding else max(budget, 0))
             if size == 0:
@@ -50,6 +53,9 @@ class Scheduler:
             else:
                 chunks.append(Chunk(state, size, state.context_len + size == len(state.tokens)))
             budget -= size
+        # A later request may have pre-empted one that was planned before it.
+        decoding = [state for state in decoding if state.id not in self._preempted]
+        chunks = [chunk for chunk in chunks if chunk.state.id not in self._preempted]
         while self.waiting and len(self.running) < self.max_batch and budget > 0:
             state = self.waiting[0]
             if self.arena.pages_for(len(state.tokens)) > self.arena.num_free:
@@ -61,10 +67,11 @@ class Scheduler:
             self._hold(state, size)
             chunks.append(Chunk(state, size, size == len(state.tokens)))
             budget -= size
-        # A later request may have pre-empted one that was planned before it.
-        decoding = [state for state in decoding if state in self.running]
-        chunks = [chunk for chunk in chunks if chunk.state in self.running]
-        limits = [self._limit(state, num_drafts, max(0, budget) // max(1, len(decoding))) for state in decoding]
+        share = max(0, budget) // max(1, len(decoding))
+        rows = sum(chunk.num_tokens for chunk in chunks)
+        prefill = PrefillLoad(rows, len(chunks), rows + sum(chunk.state.context_len for chunk in chunks))
+        wanted = policy.choose_budgets([self._view(state, share) for state in decoding], prefill)
+        limits = [self._afford(state, limit) for state, limit in zip(decoding, wanted, strict=True)]
         return StepPlan(decoding, limits, chunks)
 
     def remove(self, state: RequestState) -> None:
@@ -80,14 +87,18 @@ class Scheduler:
         for state in states:
             self.arena.shrink(state.pages, state.context_len)
 
-    def _limit(self, state: RequestState, num_drafts: int, budget: int) -> Limit:
-        """No draft beyond what may still be emitted, no slot behind the longest text, no page that is not free."""
-        own = state.request.num_drafts
-        room = state.max_len - len(state.tokens)
-        nodes = min(num_drafts if own is None else own, budget, room)
+    def _view(self, state: RequestState, budget: int) -> RequestView:
+        """No draft beyond what may still be emitted, no slot behind the longest text."""
+        own, room = state.request.num_drafts, state.max_len - len(state.tokens)
+        nodes = max(0, min(budget, room) if own is None else min(own, budget, room))
+        return RequestView(state.id, state.context_len, Limit(nodes, max(0, min(nodes, room - 1))))
+
+    def _afford(self, state: RequestState, limit: Limit) -> Limit:
+        """Take the pages of a request's drafts, as far as pages are free."""
+        nodes = limit.nodes
         while nodes > 0 and not self.arena.grow(state.pages, state.context_len + 1 + nodes):
             nodes -= 1
-        return Limit(max(0, nodes), min(max(0, nodes), room - 1))
+        return Limit(nodes, min(nodes, limit.depth))
 
     def _hold(self, state: RequestState, num_tokens: int) -> bool:
         """Get pages for `num_tokens` tokens of a running request, at the cost of younger ones or of itself."""
@@ -105,5 +116,6 @@ class Scheduler:
         self.arena.shrink(state.pages, 0)
         state.context_len = 0
         self.running.remove(state)
+        self._preempted.add(state.id)
         self.waiting.appendleft(state)
         self.metrics.preemptions += 1

@@ -1,0 +1,301 @@
+"""How many drafts each request gets in a step. The scheduler and the simulator share this interface.
+
+Goodput (TurboSpec, 2406.14066): expected tokens over expected seconds of the step. A draft at depth i of a request adds
+its survival, the product of the request's conditional acceptances up to i, and costs the step what one more node and,
+for the deepest, one more draft pass cost. Drafts are taken in the order of survival per node while goodput rises; none
+where plain decoding is predicted faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from specdec_kernels.batching import BatchCostModel
+from specdec_kernels.engine.drafters import Limit
+from specdec_kernels.engine.estimates import AcceptanceTable, CostCorrection
+
+
+class RequestView(NamedTuple):
+    """What a policy may know of a decoding request. cap: the most that room, memory and the caller allow."""
+
+    id: int
+    context_len: int
+    cap: Limit
+
+
+class DraftOutcome(NamedTuple):
+    """What verification said of one request's drafts: its leading `accepted` ones, and whether the next was refused
+    (False: the path ended without a refusal, or a stop cut it)."""
+
+    id: int
+    accepted: int
+    rejected: bool
+
+
+class StepTiming(NamedTuple):
+    """One measured step: rows of the forward pass (roots, drafts, prefill), requests in it, KV rows they read, depth of
+    the deepest draft, draft nodes, seconds of the forward pass and of drafting."""
+
+    nodes: int
+    requests: int
+    context: int
+    levels: int
+    drafts: int
+    forward_seconds: float
+    draft_seconds: float
+
+
+class PrefillLoad(NamedTuple):
+    """Prefill chunks that share the step with the decoding requests: rows, requests, KV rows."""
+
+    nodes: int = 0
+    requests: int = 0
+    context: int = 0
+
+
+NO_PREFILL = PrefillLoad()
+
+
+class DraftPolicy(Protocol):
+    """Sets draft limits before a step and learns from it afterwards."""
+
+    def choose_budgets(self, requests: Sequence[RequestView], prefill: PrefillLoad = NO_PREFILL) -> list[Limit]:
+        """A limit for each request, within its cap. Limit(0, 0): decode plainly."""
+        ...
+
+    def record(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
+        """Outcomes of the requests that had drafts, and what the step took."""
+        ...
+
+    def forget(self, request_id: int) -> None:
+        """The request is over."""
+        ...
+
+
+class FixedDrafts:
+    """The same number of drafts for every request, whatever comes of it."""
+
+    def __init__(self, num_drafts: int):
+        self.num_drafts = num_drafts
+
+    def choose_budgets(self, requests: Sequence[RequestView], prefill: PrefillLoad = NO_PREFILL) -> list[Limit]:
+        k = self.num_drafts
+        return [Limit(min(k, view.cap.nodes), min(k, view.cap.depth, view.cap.nodes)) for view in requests]
+
+    def record(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
+        pass
+
+    def forget(self, request_id: int) -> None:
+        pass
+
+
+class DraftCosts(NamedTuple):
+    """Seconds of drafting a step: per_step once anything is drafted, per_level for each depth (one draft pass over all
+    requests), per_node for each drafted node."""
+
+    per_step: float = 0.0
+    per_level: float = 0.0
+    per_node: float = 0.0
+
+
+FREE_DRAFTS = DraftCosts()
+
+
+class _Plan(NamedTuple):
+    depths: np.ndarray  # int [n]: draft levels of each request
+    goodput: float  # predicted tokens a second
+    seconds: float
+    tokens: float
+
+
+class GoodputPolicy:
+    """Per-request draft depths by predicted goodput, from each request's recent acceptance and a fitted cost model.
+
+    costs: forward pass (`BatchCostModel.fit` of measured steps); draft: drafting. Only ratios of the two matter, and
+    both are corrected online by what steps really take. max_depth: deepest draft. widths[i]: nodes that depth i+1 costs
+    a request (None: 1, chains). hysteresis: a plan is replaced only by one predicted better by this share, but a plan
+    predicted slower than plain decoding is left at once. probe_share: at most this share of the time goes into steps
+    that try what *would* be best if the estimates were off by `uncertainty`, so that a wrong belief cannot confirm
+    itself: drafts that are never tried, or a plain step that is never timed.
+
+    One policy serves requests of one drafter; `Limit(0, 0)` caps keep others out.
+    """
+
+    def __init__(
+        self,
+        costs: BatchCostModel,
+        draft: DraftCosts = FREE_DRAFTS,
+        *,
+        max_depth: int = 8,
+        widths: Sequence[int] | None = None,
+        hysteresis: float = 0.02,
+        probe_share: float = 0.01,
+        uncertainty: float = 0.2,
+        table: AcceptanceTable | None = None,
+    ):
+        if max_depth < 1 or (widths is not None and (len(widths) != max_depth or min(widths) < 1)):
+            raise ValueError(
+                f"GoodputPolicy: widths: expected {max_depth} node counts of at least 1 (max_depth >= 1), got {widths}"
+            )
+        for name, value in (("hysteresis", hysteresis), ("probe_share", probe_share), ("uncertainty", uncertainty)):
+            if not 0 <= value < 1:
+                raise ValueError(f"GoodputPolicy: {name}: expected a share in [0, 1), got {value}")
+        self.costs, self.draft, self.max_depth = costs, draft, max_depth
+        self.widths = np.ones(max_depth, np.int64) if widths is None else np.array(widths, np.int64)
+        self._cum_width = np.concatenate([[0], self.widths.cumsum()])
+        self.hysteresis, self.probe_share, self.uncertainty = hysteresis, probe_share, uncertainty
+        self.acceptance = AcceptanceTable(max_depth) if table is None else table
+        self.forward_correction, self.draft_correction = CostCorrection(), CostCorrection()
+        self._current: dict[int, int] = {}  # the plan in force: depth by request
+        self._credit = 0.0  # seconds that probes may lose
+        self._probes = 0
+        self.last_goodput = 0.0
+
+    # ---- the interface
+
+    def choose_budgets(self, requests: Sequence[RequestView], prefill: PrefillLoad = NO_PREFILL) -> list[Limit]:
+        if not requests:
+            return []
+        ids = [view.id for view in requests]
+        acceptance = self.acceptance.estimate(ids)
+        room = np.array([view.cap.depth for view in requests])
+        nodes = np.array([view.cap.nodes for view in requests])
+        room = np.minimum(room, np.searchsorted(self._cum_width, nodes, side="right") - 1).clip(0, self.max_depth)
+        step = _Step(self, len(ids), sum(view.context_len for view in requests), room, prefill)
+        best = step.best(acceptance)
+        plain = step.evaluate(np.zeros(len(ids), np.int64), acceptance)
+        held = np.array([self._current.get(key, d) for key, d in zip(ids, best.depths.tolist())])
+        kept = step.evaluate(np.minimum(held, room), acceptance)
+        if kept.goodput < plain.goodput:
+            kept = plain
+        plan = best if best.goodput > kept.goodput * (1 + self.hysteresis) else kept
+        self._current.update(zip(ids, plan.depths.tolist()))
+        self.last_goodput = plan.goodput
+        self._credit = min(self._credit + self.probe_share * plan.seconds, 2 * plan.seconds)
+        probe = self._probe(step, plan, acceptance)
+        depths = (plan if probe is None else probe).depths
+        return [Limit(int(self._cum_width[d]), int(d)) for d in depths]
+
+    def record(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
+        accepted = np.array([o.accepted for o in outcomes], np.int64)
+        rejected = np.array([o.rejected for o in outcomes], np.int64)
+        self.acceptance.record([o.id for o in outcomes], accepted, rejected)
+        predicted = self.costs.predict(timing.nodes, timing.requests, timing.context)
+        self.forward_correction.observe(timing.nodes, predicted, timing.forward_seconds)
+        if timing.levels:
+            predicted = float(self._draft_seconds(np.float64(timing.levels), np.float64(timing.drafts)))
+            self.draft_correction.observe(1, predicted, timing.draft_seconds)
+
+    def forget(self, request_id: int) -> None:
+        self.acceptance.forget(request_id)
+        self._current.pop(request_id, None)
+
+    # ---- inside
+
+    def _draft_seconds(self, levels: np.ndarray, drafts: np.ndarray) -> np.ndarray:
+        per = self.draft
+        return np.where(levels > 0, per.per_step + per.per_level * levels + per.per_node * drafts, 0.0)
+
+    def _probe(self, step: _Step, plan: _Plan, acceptance: np.ndarray) -> _Plan | None:
+        """A step worth trying for what it tells, if what it is predicted to lose is within the credit."""
+        if self._credit <= 0:
+            return None
+        self._probes += 1
+        hope, stretch = self._probes % 2 == 0, 1 + self.uncertainty
+        shifted = (acceptance * stretch).clip(max=1) if hope else acceptance / stretch
+        probe = step.best(shifted, 1 / stretch if hope else stretch)
+        if (probe.depths == plan.depths).all():
+            if plan.depths.any() or not step.room.any():
+                return None
+            # Far from paying: still look at a few requests now and then, acceptance can rise.
+            few = max(1, len(step.room) // 16)
+            chosen = np.roll(np.arange(len(step.room)), -self._probes * few)[:few]
+            depths = np.zeros(len(step.room), np.int64)
+            depths[chosen] = np.minimum(2, step.room[chosen])
+            probe = _Plan(depths, 0.0, 0.0, 0.0)
+        probe = step.evaluate(probe.depths, acceptance)
+        loss = probe.seconds - probe.tokens / plan.goodput
+        if loss > self._credit:
+            return None
+        self._credit -= max(loss, 0.0)
+        return probe
+
+
+class _Step:
+    """One step's predictions: B requests over `context` KV rows, at most room[b] draft levels each."""
+
+    def __init__(self, policy: GoodputPolicy, count: int, context: int, room: np.ndarray, prefill: PrefillLoad):
+        self.policy, self.count, self.room = policy, count, room
+        self.base_nodes = count + prefill.nodes
+        costs = policy.costs
+        self._fixed = costs.base + costs.per_request * (count + prefill.requests)
+        self._fixed += costs.per_context * (context + prefill.context)
+
+    def seconds(self, levels: np.ndarray, drafts: np.ndarray, extra_cost: float = 1.0) -> np.ndarray:
+        """Predicted seconds with `drafts` draft nodes of `levels` levels; extra_cost scales what drafts add."""
+        policy, nodes = self.policy, self.base_nodes + drafts
+        plain = self._forward(np.float64(self.base_nodes))
+        added = self._forward(nodes) - plain
+        added = added + policy._draft_seconds(levels, drafts) * policy.draft_correction.factor(np.float64(1))
+        return plain + added * extra_cost
+
+    def _forward(self, nodes: np.ndarray) -> np.ndarray:
+        costs = self.policy.costs
+        seconds = self._fixed + costs.per_node * np.maximum(0.0, nodes - costs.free_nodes)
+        return seconds * self.policy.forward_correction.factor(nodes)
+
+    def evaluate(self, depths: np.ndarray, acceptance: np.ndarray) -> _Plan:
+        """Predictions for given depths."""
+        place = np.arange(acceptance.shape[1])
+        survival = np.where(place < depths[:, None], acceptance.cumprod(1), 0.0)
+        tokens = self.count + float(survival.sum())
+        drafts = np.float64(self.policy._cum_width[depths].sum())
+        seconds = float(self.seconds(np.float64(depths.max(initial=0)), drafts))
+        return _Plan(depths, tokens / seconds, seconds, tokens)
+
+    def best(self, acceptance: np.ndarray, extra_cost: float = 1.0) -> _Plan:
+        """The depths of greatest predicted goodput. For each number of levels, the nodes in order of survival per node:
+        a request's depths come in order, because survival never rises with depth."""
+        policy = self.policy
+        place = np.arange(acceptance.shape[1])
+        survival = np.where(place < self.room[:, None], acceptance.cumprod(1), 0.0)
+        worth = np.minimum.accumulate(survival / policy.widths, axis=1)
+        order = np.argsort(-worth, axis=None, kind="stable")
+        order = order[worth.ravel()[order] > 0]
+        owner, level = np.divmod(order, len(place))
+        gain, width = survival.ravel()[order], policy.widths[level]
+        chosen, goodput = order[:0], self.count / float(self.seconds(np.float64(0), np.float64(0)))
+        for levels in range(1, int(self.room.max(initial=0)) + 1):
+            within = np.flatnonzero(level < levels)
+            tokens = self.count + gain[within].cumsum()
+            rate = tokens / self.seconds(np.float64(levels), width[within].cumsum(), extra_cost)
+            at = int(rate.argmax())
+            if rate[at] > goodput:
+                goodput, chosen = float(rate[at]), within[: at + 1]
+        depths = np.bincount(owner[chosen], minlength=self.count)
+        return self.evaluate(depths, acceptance)
+
+
+def group_by_cost(
+    costs: BatchCostModel,
+    num_nodes: Sequence[int],
+    context_lens: Sequence[int],
+    bucket_sizes: Sequence[int],
+    *,
+    padded: bool,
+) -> list[list[int]]:
+    """Launches of a step: indices of the requests that run together, smallest bucket first.
+
+    One launch unless `costs.should_split` says that several are faster, each of which reads the weights again. padded:
+    whether a launch pads its requests to its largest bucket; packed execution has nothing to save and never splits.
+    """
+    everyone = list(range(len(num_nodes)))
+    if not costs.should_split(num_nodes, context_lens, bucket_sizes, padded=padded).split:
+        return [everyone] if everyone else []
+    groups: dict[int, list[int]] = {}
+    for b, nodes in enumerate(num_nodes):
+        groups.setdefault(next((s for s in bucket_sizes if nodes <= s), max([nodes, *bucket_sizes])), []).append(b)
+    return [groups[size] for size in sorted(groups)]
