@@ -27,6 +27,19 @@ class Batch(NamedTuple):
     logit_rows: torch.Tensor | None = None
 
 
+class KVShape(NamedTuple):
+    """What a model keeps of a token: `num_layers` times a key and a value `[num_kv_heads, head_dim]`."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
 class KVCache(NamedTuple):
     """Paged KV, one tensor a layer: `[num_pages, page_size, num_kv_heads, head_dim]`."""
 
@@ -51,6 +64,38 @@ class KVCache(NamedTuple):
         return KVCache(list(k), list(v), page_size)
 
 
+def share_pages(
+    target: KVShape, draft: KVShape, num_pages: int, page_size: int, device: torch.device
+) -> tuple[KVCache, KVCache]:
+    """Caches of two models over the same memory: a page holds `page_size` tokens of the target, or as many of the
+    drafter as fit into these bytes (all of a text's draft KV in few pages: its layers are few).
+
+        page p of the target   | k of layer 0 | v | k of layer 1 | v | ...
+        the same, as a draft's | k: many tokens                  | v: many tokens |
+    """
+    page_bytes = -(-page_size * target.bytes_per_token // 64) * 64
+    draft_size = page_bytes // draft.bytes_per_token
+    if draft_size < 1:
+        least = -(-draft.bytes_per_token // target.bytes_per_token)
+        raise ValueError(f"EngineConfig: page_size: expected at least {least} with this drafter, got {page_size}")
+    memory = torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=device)
+
+    def carve(shape: KVShape, size: int) -> KVCache:
+        row = shape.num_kv_heads * shape.head_dim
+        elements = memory.view(shape.dtype)
+        parts = [
+            elements.as_strided(
+                (num_pages, size, shape.num_kv_heads, shape.head_dim),
+                (elements.shape[1], row, shape.head_dim, 1),
+                part * size * row,
+            )
+            for part in range(2 * shape.num_layers)
+        ]
+        return KVCache(parts[::2], parts[1::2], size)
+
+    return carve(target, page_size), carve(draft, draft_size)
+
+
 class TargetModel(Protocol):
     """What the engine needs of a model. `forward` writes the batch's KV into its slots, attends as the batch says,
     and returns logits `[R, vocab_size or more]`, valid until the next call; `layers`: those to run (None: all)."""
@@ -63,6 +108,9 @@ class TargetModel(Protocol):
     eos_token_ids: frozenset[int]
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def kv_shape(self) -> KVShape: ...
 
     def allocate_cache(self, num_pages: int, page_size: int) -> KVCache: ...
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,26 +12,40 @@ import torch
 
 from specdec_kernels.engine.batch import TargetModel
 from specdec_kernels.engine.drafters import Draft, DraftContext, Drafter, DrafterTable, Limit
+from specdec_kernels.engine.edits import step_edits
+from specdec_kernels.engine.graphs import GraphedForward
+from specdec_kernels.engine.life import prepare, take
+from specdec_kernels.engine.memory import Memory
 from specdec_kernels.engine.metrics import EngineCounters
-from specdec_kernels.engine.pack import Packed, make_sampling, pack_step
-from specdec_kernels.engine.pages import Arena
+from specdec_kernels.engine.pack import Packed, draft_laws, make_sampling, pack_step
 from specdec_kernels.engine.policy import DraftOutcome, DraftPolicy, FixedDrafts, StepTiming
 from specdec_kernels.engine.request import Event, Request, RequestState, Result
-from specdec_kernels.engine.scheduler import Scheduler
-from specdec_kernels.engine.tokens import TextStream, encode_prompt
-from specdec_kernels.kv import commit_kv, kv_handle
+from specdec_kernels.engine.scheduler import Scheduler, StepPlan
+from specdec_kernels.kv import commit_kv
 from specdec_kernels.sampling import Verified, verify
 
 logger = logging.getLogger("specdec_kernels")
 
-# Flag bits after which a request's next token means nothing: its logits were all NaN or all forbidden.
-_FATAL_FLAGS = 2
+# Bits of the verifier's flags (docs/numerics.md).
+_NAN_ROW = 1
+_NO_TOKEN = 2  # all logits NaN or forbidden: the request's next token means nothing
+_BAD_DRAFT = 8 | 16 | 256 | 512  # an id or a law that no sound drafter gives
+_EMPTY_RESIDUAL = 32
+_STRIKES = 3  # faulty or late drafts after which a drafter is given up
+
+_Reports = list[tuple[Event, Any]]  # an event and the callback that gets it
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """`num_pages` pages of `page_size` tokens hold the KV of at most `max_batch` running requests. A step computes at
-    most `max_step_tokens` tokens, with at most `num_drafts` per request. `check` verifies page ownership each step."""
+    """`num_pages` pages of `page_size` tokens hold the KV of at most `max_batch` running requests and of a drafter that
+    has KV of its own (`target_floor`, `draft_floor`: pages the other cannot take). A step computes at most
+    `max_step_tokens` tokens, with at most `num_drafts` per request.
+
+    prefix_cache: keep KV for later requests; soft_pages: that of rejected drafts too, for requests that sample.
+    draft_timeout_s: a drafter that takes longer three times in a row is given up. graph_sizes: token counts at which
+    decoding steps run as CUDA graphs. check: verify page ownership each step; poison: fill freed pages with NaN.
+    """
 
     page_size: int = 16
     num_pages: int = 2048
@@ -40,6 +53,13 @@ class EngineConfig:
     max_step_tokens: int = 512
     num_drafts: int = 15
     check: bool = False
+    prefix_cache: bool = True
+    soft_pages: bool = True
+    target_floor: int = 0
+    draft_floor: int = 0
+    draft_timeout_s: float | None = None
+    graph_sizes: tuple[int, ...] = ()
+    poison: bool = False
 
     def validate(self) -> None:
         for name, least in (
@@ -70,29 +90,40 @@ class Engine:
         self.config.validate()
         self.policy = FixedDrafts(self.config.num_drafts) if policy is None else policy
         self.metrics = EngineCounters()
-        self.cache = model.allocate_cache(self.config.num_pages, self.config.page_size)
-        self.arena = Arena(self.config.num_pages, self.config.page_size)
-        self.scheduler = Scheduler(self.arena, self.config.max_batch, self.config.max_step_tokens, self.metrics)
-        self._kv = kv_handle(self.cache.k, self.cache.v)
         self._drafters = DrafterTable()
         self._default_drafter = self._drafters.get(drafter)
+        self.memory = Memory(model, self._default_drafter, self.config)
+        self.arena, self.cache, self.prefixes = self.memory.arena, self.memory.cache, self.memory.prefixes
+        self.scheduler = Scheduler(
+            self.arena, self.config.max_batch, self.config.max_step_tokens, self.metrics,
+            cache=self.prefixes, copy_page=self.memory.copy_page,
+        )  # fmt: skip
         self._states: dict[int, RequestState] = {}
-        self._context = DraftContext(model, self.cache)
+        self._context = DraftContext(model, self.cache, self.memory.draft_cache, self.arena)
+        self._graphs = GraphedForward.of(model, self.cache, self.config, self.arena)
+        self._weights = 0  # version of the target's weights: cached KV of another one is another text's
+        self._stepping = False
+        self._aborted: set[int] = set()  # while a step runs
+        self._late: dict[int, int] = {}  # by drafter: times in a row that it exceeded its time
 
     # ---- the caller's side
 
     def add(self, request: Request) -> int:
-        """Queue a request and return its id; ValueError/TypeError if it can never run."""
+        """Queue a request and return its id; with `n` samples, the first of `n` consecutive ids. ValueError/TypeError
+        if it can never run."""
         return self._enqueue(self._prepare(request))
 
     def abort(self, request_id: int) -> Result | None:
-        """Stop a request; returns what it has so far, or None if it is not running."""
+        """Stop a request; returns what it has so far, or None if it is not running. Called while a step runs (by a
+        drafter, from another thread) it takes effect when the step ends, with an event of that step: nothing that the
+        step may still write to is given to others."""
         state = self._states.get(request_id)
         if state is None:
             return None
-        event, _ = self._finish(state, "abort")
-        self.policy.forget(request_id)
-        return event.result
+        if self._stepping:
+            self._aborted.add(request_id)
+            return None
+        return self._finish(state, "abort")[0].result
 
     @property
     def has_work(self) -> bool:
@@ -105,12 +136,16 @@ class Engine:
         on_event: Callable[[int, Event], None] | None = None,
         **parameters: Any,
     ) -> list[Result]:
-        """Run one request per prompt to its end; results in the order of the prompts. `parameters` are those of
-        `Request`; `on_event(index, event)` streams. A bad prompt raises before any of them starts."""
+        """Run one request per prompt to its end; results in the order of the prompts (with `n` samples, n results for
+        each). `parameters` are those of `Request`; `on_event(index of the result, event)` streams. A bad prompt raises
+        before any of them starts."""
         if isinstance(prompts, str):
             raise TypeError("generate: prompts: expected a list of prompts, got one string")
-        states = [self._prepare(Request(prompt, **parameters)) for prompt in prompts]
-        index = {self._enqueue(state): i for i, state in enumerate(states)}
+        groups = [self._prepare(Request(prompt, **parameters)) for prompt in prompts]
+        states = [state for group in groups for state in group]
+        index = {state.id: i for i, state in enumerate(states)}
+        for group in groups:
+            self._enqueue(group)
         try:
             while any(state.finish_reason is None for state in states):
                 for event in self.step():
@@ -121,80 +156,120 @@ class Engine:
                 self.abort(state.id)
         return [state.result() for state in states]
 
+    def weights_changed(self) -> None:
+        """The target's weights were changed in place: forget all cached KV. Running requests go on with the new
+        weights, their text computed again; what they drafted is dropped."""
+        self._weights += 1
+        if self.prefixes is not None:
+            self.prefixes.flush()
+        self.scheduler.preempt_all()
+        for state in self._states.values():
+            state.namespace = (*self._namespace, state.request.cache_salt)
+
     # ---- one step
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """Run one step for all requests; returns what each got, after calling their `on_event`."""
         start = time.perf_counter()
-        plan = self.scheduler.plan(self.policy)
-        events = [self._finish(s, "memory") for s in list(self._states.values()) if s.finish_reason == "memory"]
-        if plan.decoding or plan.chunks:
-            requests = plan.decoding + [chunk.state for chunk in plan.chunks]
-            context = sum(state.context_len for state in requests)
-            draft_start = time.perf_counter()
-            drafts = self._draft(plan.decoding, plan.limits)
-            draft_seconds = time.perf_counter() - draft_start
-            packed = pack_step(list(zip(plan.decoding, drafts)), plan.chunks, self.config.page_size, self.model.device)
-            logits = self._forward(packed)
-            for state, size, last in plan.chunks:
-                state.context_len += size - last  # a text's last token is the root: verification commits it
-                self.metrics.prefill_tokens += size
-            outcomes: list[DraftOutcome] = []
-            if packed.states:
-                verified = self._verify(packed, logits)
-                if packed.branched:  # the path accepted in a chain is dense already
-                    self._commit(packed, verified)
-                events += self._accept(packed, verified, outcomes)
-            self.scheduler.trim(self.scheduler.running)
-            timing = StepTiming(
-                nodes=len(packed.batch.token_ids),
-                requests=len(requests),
-                context=context,
-                levels=max((draft.depth for draft in drafts), default=0),
-                drafts=sum(map(len, drafts)),
-                forward_seconds=time.perf_counter() - draft_start - draft_seconds,
-                draft_seconds=draft_seconds,
-            )
-            self.policy.record(outcomes, timing)
-        for event, _ in events:
-            if event.result is not None:
-                self.policy.forget(event.request_id)
+        self._stepping = True
+        try:
+            plan = self.scheduler.plan(self.policy)
+            reports = [self._finish(s, "memory") for s in list(self._states.values()) if s.finish_reason == "memory"]
+            if plan.decoding or plan.chunks:
+                reports += self._run(plan)
+        finally:  # also if the model raised: what trees borrowed goes back, and the requests are as before
+            self._stepping = False
+            self.scheduler.settle(self.scheduler.running)
+            aborted = [self._states[i] for i in sorted(self._aborted) if i in self._states]
+            self._aborted.clear()
+            late = [self._finish(state, "abort") for state in aborted]
+        reports += late
         if self.config.check:
-            self.arena.check([state.pages for state in self._states.values()])
+            self.memory.check(self._states.values())
         self.metrics.step_time_s += time.perf_counter() - start
-        for event, callback in events:
+        for event, callback in reports:
             if callback is not None:
                 callback(event)
-        return [event for event, _ in events]
+        return [event for event, _ in reports]
+
+    def _run(self, plan: StepPlan) -> _Reports:
+        """Draft, forward, verify, accept."""
+        requests = plan.decoding + [chunk.state for chunk in plan.chunks]
+        context = sum(state.context_len for state in requests)
+        start = time.perf_counter()
+        drafts = self._draft(plan.decoding, plan.limits)
+        drafted = time.perf_counter()
+        packed = pack_step(
+            list(zip(plan.decoding, drafts)), plan.chunks, self.config.page_size, self.model.device,
+            self.model.vocab_size,
+        )  # fmt: skip
+        logits = self._forward(packed)
+        for state, size, last in plan.chunks:
+            state.context_len += size - last  # a text's last token is the root: verification commits it
+            self.metrics.prefill_tokens += size
+        reports, outcomes = [], []
+        verified = time.perf_counter()
+        if packed.states:
+            outcome = self._verify(packed, logits)
+            if packed.branched:  # the path accepted in a chain is dense already
+                commit_kv(
+                    self.memory.handle, None, packed.batch.page_table[: len(packed.states)], packed.root_lens,
+                    packed.tree.cu_nodes, outcome.accepted_nodes, outcome.num_emitted, page_size=self.config.page_size,
+                )  # fmt: skip
+            reports, outcomes = self._accept(packed, outcome)
+        end = time.perf_counter()
+        self.metrics.draft_time_s += drafted - start
+        self.metrics.verify_time_s += end - verified
+        timing = StepTiming(
+            nodes=len(packed.batch.token_ids), requests=len(requests), context=context,
+            levels=max((draft.depth for draft in drafts), default=0), drafts=sum(map(len, drafts)),
+            forward_seconds=end - drafted, draft_seconds=drafted - start,
+        )  # fmt: skip
+        self.policy.record(outcomes, timing)
+        return reports
 
     def _draft(self, states: Sequence[RequestState], limits: Sequence[Limit]) -> list[Draft]:
-        """Ask each request's drafter; one that raises or answers nonsense is given up for its requests, and counted."""
-        start = time.perf_counter()
+        """Ask each request's drafter; one that raises, answers nonsense or is always late is given up, and counted."""
         drafts = [Draft()] * len(states)
         for drafter in {id(state.drafter): state.drafter for state in states}.values():
             rows = [i for i, s in enumerate(states) if s.drafter is drafter and limits[i].depth > 0]
             if not rows:
                 continue
+            start = time.perf_counter()
             try:
                 proposed = drafter.propose([states[i] for i in rows], [limits[i] for i in rows], self._context)
-                for i, draft in zip(rows, proposed, strict=True):
-                    drafts[i] = draft.checked(limits[i])
+                for i, draft in zip(rows, [d.checked(limits[i]) for i, d in zip(rows, proposed, strict=True)]):
+                    drafts[i] = draft
             except Exception as error:
-                logger.warning("drafter %s failed (%r); its requests go on without drafts", drafter.name, error)
-                for i in rows:
-                    drafts[i] = Draft()
-                    states[i].drafter = self._drafters.get("none")
-                    states[i].stats.drafter_failures += 1
-                    self.metrics.drafter_failures += 1
-        self.metrics.draft_time_s += time.perf_counter() - start
+                self._give_up([states[i] for i in rows], f"{error!r}")
+                continue
+            limit, seconds = self.config.draft_timeout_s, time.perf_counter() - start
+            late = limit is not None and seconds > limit
+            self._late[id(drafter)] = self._late.get(id(drafter), 0) + 1 if late else 0
+            if self._late[id(drafter)] >= _STRIKES:
+                self._give_up([states[i] for i in rows], f"took {seconds:.3f} s, allowed {limit} s")
         return drafts
+
+    def _give_up(self, states: Sequence[RequestState], why: str) -> None:
+        """The requests go on without drafts."""
+        logger.warning("drafter %s failed (%s); its requests go on without drafts", states[0].drafter.name, why)
+        for state in states:
+            state.drafter = self._drafters.get("none")
+            self.scheduler.release_drafts(state)
+            state.stats.drafter_failures += 1
+            self.metrics.drafter_failures += 1
 
     def _forward(self, packed: Packed) -> torch.Tensor:
         start = time.perf_counter()
-        logits = self.model.forward(packed.batch, self.cache)
+        logits = None if self._graphs is None else self._graphs(packed)
+        if logits is None:
+            logits = self.model.forward(packed.batch, self.cache)
+        else:
+            self.metrics.verify_slots_padded += self._graphs.padding  # type: ignore[union-attr]
         self.metrics.forward_time_s += time.perf_counter() - start
         self.metrics.forwards += 1
+        self.metrics.verify_slots += len(packed.draft_token_ids)
         return logits
 
     def _verify(self, packed: Packed, logits: torch.Tensor) -> Verified:
@@ -206,6 +281,7 @@ class Engine:
             method = "target_only"
         else:
             method, laws = "rejection", draft_laws(packed.drafts, self.model.device)
+        asked = {state.request.logprobs for state in packed.states} - {None}
         return verify(
             logits,
             packed.draft_token_ids,
@@ -213,24 +289,14 @@ class Engine:
             make_sampling(packed.states, self.model.device),
             method=method,
             vocab_size=self.model.vocab_size,
+            return_logprobs=None if not asked else asked.pop() if len(asked) == 1 else "both",
             **laws,
+            **step_edits(packed.states, packed.drafts, logits, self.model.vocab_size),  # type: ignore[arg-type]
         )
 
-    def _commit(self, packed: Packed, verified: Verified) -> None:
-        commit_kv(
-            self._kv,
-            None,
-            packed.batch.page_table[: len(packed.states)],
-            packed.root_lens,
-            packed.tree.cu_nodes,
-            verified.accepted_nodes,
-            verified.num_emitted,
-            page_size=self.config.page_size,
-        )
-
-    def _accept(self, packed: Packed, verified: Verified, outcomes: list[DraftOutcome]) -> list[tuple[Event, Any]]:
-        """Append what was accepted to each request's text; end those that reached a stop or their limit. `outcomes`
-        gets what became of each request's drafts."""
+    def _accept(self, packed: Packed, verified: Verified) -> tuple[_Reports, list[DraftOutcome]]:
+        """Append what was accepted to each request's text; end those that reached a stop or their limit."""
+        count = len(packed.states)
         rows = zip(
             packed.states,
             packed.drafts,
@@ -238,95 +304,83 @@ class Engine:
             verified.num_emitted.tolist(),
             verified.accepted_nodes.tolist(),
             verified.flags.tolist(),
+            [None] * count if verified.logprobs is None else verified.logprobs.tolist(),
         )
-        events = []
-        for state, draft, ids, emitted, nodes, flags in rows:
-            new = ids[:emitted]
-            reason = None
-            if flags & _FATAL_FLAGS:  # the last token stands for "no answer"
-                new, reason, state.error = new[:-1], "error", f"verify: flags {flags:#x}"
-            stop = next((i for i, token in enumerate(new) if token in state.stop_ids), None)
-            if stop is not None:
-                new, reason = new[: stop + 1], "stop"
-            elif reason is None and len(state.tokens) + len(new) >= state.max_len:
-                reason = "length"
+        reports: _Reports = []
+        outcomes: list[DraftOutcome] = []
+        for state, draft, ids, emitted, nodes, flags, logprobs in rows:
+            fatal = f"verify: flags {flags:#x}" if flags & _NO_TOKEN else None
+            new, text, reason = take(state, ids[: emitted - (fatal is not None)], fatal)
+            before = state.context_len
             state.tokens += new
-            state.context_len += emitted
+            state.context_len = min(before + emitted, len(state.tokens))
             state.num_steps += 1
             exhausted = nodes[emitted - 1] not in draft.parents
             for counters in (state.stats, self.metrics):
                 counters.record(draft.depth_counts(), emitted - 1, len(new), exhausted)
                 counters.flagged += flags != 0
+                counters.nan_rows += flags & _NAN_ROW != 0
+                counters.resample_fallback += flags & _EMPTY_RESIDUAL != 0
+                counters.overshoot += emitted - len(new) if reason == "stop" else 0
             if len(draft) and not flags:
                 refused = not exhausted and len(new) == emitted
                 outcomes.append(DraftOutcome(state.id, min(emitted - 1, len(new)), refused))
+            if flags & _BAD_DRAFT:
+                state.draft_strikes += 1
+                if state.draft_strikes == _STRIKES:
+                    self._give_up([state], f"verify: flags {flags:#x}")
+            if reason == "error":
+                state.cursor = None  # rows of this step are not to be found by anyone
+            else:
+                self.memory.keep(state, draft, before, nodes[:emitted])
             accepted = min(emitted - 1, len(new))
-            events.append(self._finish(state, reason, new, accepted) if reason else self._event(state, new, accepted))
-        return events
+            event = Event(state.id, new, text, accepted, logprobs=_logprobs(state, logprobs, len(new)))
+            reports.append(self._finish(state, reason, event) if reason else (event, state.request.on_event))
+        return reports, outcomes
 
     # ---- a request's life
 
-    def _prepare(self, request: Request) -> RequestState:
-        """Everything that can be wrong with a request is found here, before it touches the engine."""
-        request.validate()
-        tokens = encode_prompt(self.model.tokenizer, request.prompt)
-        bad = next((t for t in tokens if not 0 <= t < self.model.vocab_size), None)
-        if bad is not None:
-            raise ValueError(f"Request: prompt: expected token ids below {self.model.vocab_size}, got {bad}")
-        if len(tokens) >= self.model.max_context:
-            raise ValueError(
-                f"Request: prompt: expected fewer tokens than the model's context of {self.model.max_context}, "
-                f"got {len(tokens)}"
-            )
-        if self.arena.pages_for(len(tokens) + 1) > self.arena.num_pages:
-            raise ValueError(
-                f"Request: prompt: expected at most {self.arena.num_pages * self.arena.page_size - 1} tokens "
-                f"({self.arena.num_pages} pages), got {len(tokens)}; raise EngineConfig.num_pages"
-            )
-        eos = frozenset() if request.ignore_eos else self.model.eos_token_ids
+    @property
+    def _namespace(self) -> tuple[Any, ...]:
+        return (self.model.name, self._weights, str(self.model.dtype))
+
+    def _prepare(self, request: Request) -> list[RequestState]:
         drafter = self._default_drafter if request.drafter is None else self._drafters.get(request.drafter)
-        return RequestState(
-            request,
-            tokens,
-            len(tokens),
-            random.SystemRandom().getrandbits(63) if request.seed is None else request.seed,
-            eos | set(request.stop_token_ids),
-            min(len(tokens) + request.max_tokens, self.model.max_context),
-            drafter,
-            TextStream(self.model.tokenizer),
+        self.memory.expect_known(drafter)
+        return prepare(request, self.model, self.arena, drafter, self._namespace)
+
+    def _enqueue(self, states: list[RequestState]) -> int:
+        for state in states:
+            self._states[state.id] = state
+            self.scheduler.waiting.append(state)
+            self.metrics.requests += 1
+        return states[0].id
+
+    def _finish(self, state: RequestState, reason: str, event: Event | None = None) -> tuple[Event, Any]:
+        """End a request: its full pages stay in the prefix cache, everything else goes back."""
+        state.finish_reason = reason
+        if state in self.scheduler.running:
+            self.scheduler.settle([state])
+        self.scheduler.remove(state)
+        self.policy.forget(state.id)
+        del self._states[state.id]
+        self.metrics.finish(reason, state.stats)
+        if event is None:
+            event = Event(state.id, [], state.stream.push([], last=True), 0)
+        result = state.result()
+        return Event(event.request_id, event.token_ids, event.text, event.num_accepted, result, event.logprobs), (
+            state.request.on_event
         )
 
-    def _enqueue(self, state: RequestState) -> int:
-        self._states[state.id] = state
-        self.scheduler.waiting.append(state)
-        self.metrics.requests += 1
-        return state.id
 
-    def _event(self, state: RequestState, new: list[int], accepted: int) -> tuple[Event, Any]:
-        return Event(state.id, new, state.stream.push(new), accepted), state.request.on_event
-
-    def _finish(
-        self, state: RequestState, reason: str, new: Sequence[int] = (), accepted: int = 0
-    ) -> tuple[Event, Any]:
-        state.finish_reason = reason
-        self.scheduler.remove(state)
-        del self._states[state.id]
-        self.metrics.finished += 1
-        text = state.stream.push(new, last=True)
-        return Event(state.id, list(new), text, accepted, state.result()), state.request.on_event
-
-
-def draft_laws(drafts: Sequence[Draft], device: torch.device) -> dict[str, torch.Tensor]:
-    """`draft_logits` of all drawn drafts and, per tree node, its row there (-1: root or fixed choice)."""
-    rows: list[int] = []
-    laws = [draft.logits for draft in drafts if draft.logits is not None]
-    drawn = 0
-    for draft in drafts:
-        rows.append(-1)
-        for _ in range(len(draft)):
-            rows.append(-1 if draft.logits is None else drawn)
-            drawn += draft.logits is not None
-    return {
-        "draft_logits": torch.cat(laws),
-        "draft_rows": torch.tensor(rows, dtype=torch.int32, device=device),
-    }
+def _logprobs(state: RequestState, values: list[Any] | None, count: int) -> list[Any] | None:
+    """The request's own kind of log-probabilities for its `count` new tokens, also added to its record."""
+    kind = state.request.logprobs
+    if kind is None or values is None:
+        return None
+    mine = values[:count]
+    if mine and isinstance(mine[0], list):  # requests of several kinds share the step: (raw, processed)
+        mine = mine if kind == "both" else [pair[kind == "processed"] for pair in mine]
+    mine = [tuple(pair) if isinstance(pair, list) else pair for pair in mine]
+    state.logprobs += mine
+    return mine

@@ -27,8 +27,12 @@ class SpecCounters:
     bonus: int = 0  # tokens emitted behind a whole accepted path
     drafter_failures: int = 0
     flagged: int = 0  # steps in which the verifier flagged this request's data (NaN logits, bad ids, ...)
+    nan_rows: int = 0  # steps in which it met a NaN logit
+    resample_fallback: int = 0  # steps in which a residual had no mass
+    overshoot: int = 0  # verified tokens behind a stop: computed, not part of the text
     drafted_per_pos: list[int] = field(default_factory=list)
     accepted_per_pos: list[int] = field(default_factory=list)
+    emitted_per_step: list[int] = field(default_factory=list)  # [i]: steps that emitted i + 1 tokens
 
     def record(self, depth_counts: Sequence[int], num_accepted: int, num_emitted: int, exhausted: bool) -> None:
         """Add one verification step.
@@ -57,6 +61,8 @@ class SpecCounters:
             self.drafted_per_pos[depth] += 1
         for depth in range(kept):
             self.accepted_per_pos[depth] += 1
+        self.emitted_per_step += [0] * (num_emitted - len(self.emitted_per_step))
+        self.emitted_per_step[num_emitted - 1] += 1
 
     def merge(self, other: SpecCounters) -> None:
         """Add the counts of `other` that both have."""
@@ -65,9 +71,14 @@ class SpecCounters:
                 continue
             mine, theirs = getattr(self, item.name), getattr(other, item.name)
             if isinstance(mine, list):
-                longer = max(len(mine), len(theirs))
-                pad = [m + t for m, t in zip(_padded(mine, longer), _padded(theirs, longer), strict=True)]
-                setattr(self, item.name, pad)
+                mine += [0] * (len(theirs) - len(mine))
+                for i, value in enumerate(theirs):
+                    mine[i] += value
+            elif isinstance(mine, dict):
+                for key, value in theirs.items():
+                    mine[key] = mine.get(key, 0) + value
+            elif item.name == "draft_version":
+                self.draft_version = max(mine, theirs)
             else:
                 setattr(self, item.name, mine + theirs)
 
@@ -90,8 +101,7 @@ class SpecCounters:
         return [a / d if d else 0.0 for a, d in zip(self.accepted_per_pos, self.drafted_per_pos, strict=True)]
 
 
-def _padded(values: list[int], length: int) -> list[int]:
-    return values + [0] * (length - len(values))
+ACCEPTANCE_BUCKETS = 10
 
 
 @dataclass
@@ -100,10 +110,39 @@ class EngineCounters(SpecCounters):
 
     forwards: int = 0  # target forward passes
     prefill_tokens: int = 0
-    verify_slots: int = 0  # tree nodes verified, roots included; padded slots are 0 here: batches are packed
+    verify_slots: int = 0  # tree nodes verified, roots included
+    verify_slots_padded: int = 0  # node slots added to fill a graph's bucket (packed execution has none)
     requests: int = 0
     finished: int = 0
+    finished_by: dict[str, int] = field(default_factory=dict)  # by finish reason
+    request_acceptance: list[int] = field(default_factory=lambda: [0] * ACCEPTANCE_BUCKETS)
     preemptions: int = 0
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
+    prefix_hits: int = 0  # of those, found
+    prefix_soft_hits: int = 0  # found in rejected drafts
+    prefix_dropped: int = 0  # matched, but given up for a drafter (EAGLE's last page)
+    copied_pages: int = 0  # copy-on-write between samples of one request
+    draft_version: int = 0
     draft_time_s: float = 0.0
     forward_time_s: float = 0.0
+    verify_time_s: float = 0.0
     step_time_s: float = 0.0
+
+    def finish(self, reason: str, stats: SpecCounters) -> None:
+        """A request ended. `request_acceptance[i]`: requests whose conditional acceptance lies in tenth i."""
+        self.finished += 1
+        self.finished_by[reason] = self.finished_by.get(reason, 0) + 1
+        if stats.accepted + stats.rejected:
+            tenth = int(stats.conditional_acceptance * ACCEPTANCE_BUCKETS)
+            self.request_acceptance[min(tenth, ACCEPTANCE_BUCKETS - 1)] += 1
+
+    @property
+    def slot_utilisation(self) -> float:
+        """Real nodes over node slots computed. Not to be mixed with the next one: padding and rejection are two."""
+        slots = self.verify_slots + self.verify_slots_padded
+        return self.verify_slots / slots if slots else 0.0
+
+    @property
+    def useful_token_ratio(self) -> float:
+        """Emitted tokens over nodes verified."""
+        return self.emitted / self.verify_slots if self.verify_slots else 0.0

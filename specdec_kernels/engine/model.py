@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from specdec_kernels.attention import tree_attention, write_kv
-from specdec_kernels.engine.batch import Batch, KVCache
+from specdec_kernels.engine.batch import Batch, KVCache, KVShape
 from specdec_kernels.engine.linear import pack_linears
 
 ATTENTION = "specdec_kernels"
@@ -100,6 +100,10 @@ class TransformersModel:
         self._all_layers = self._body.layers
         self._layer_sets: dict[tuple[int, ...], torch.nn.ModuleList] = {}
         self._slices_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
+
+    @property
+    def kv_shape(self) -> KVShape:
+        return KVShape(self.num_layers, self.num_kv_heads, self.head_dim, self.dtype)
 
     def allocate_cache(self, num_pages: int, page_size: int) -> KVCache:
         return KVCache.allocate(

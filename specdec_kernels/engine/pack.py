@@ -37,9 +37,14 @@ class Packed(NamedTuple):
 
 
 def pack_step(
-    decoding: Sequence[tuple[RequestState, Draft]], chunks: Sequence[Chunk], page_size: int, device: torch.device
+    decoding: Sequence[tuple[RequestState, Draft]],
+    chunks: Sequence[Chunk],
+    page_size: int,
+    device: torch.device,
+    vocab_size: int,
 ) -> Packed:
-    """Lay out a step: the tree rows of every decoding request, then one causal run of rows per prefill chunk."""
+    """Lay out a step: the tree rows of every decoding request, then one causal run of rows per prefill chunk. The model
+    is given ids below `vocab_size` only; the verifier sees the drafts as they are, and refuses the others."""
     chunks = sorted(chunks, key=lambda chunk: not chunk.last)
     rooted = [chunk for chunk in chunks if chunk.last]
     states = [state for state, _ in decoding] + [chunk.state for chunk in rooted]
@@ -96,7 +101,7 @@ def pack_step(
         positions, context_lens, cu_nodes, mask, rows = tree.positions, root_lens, tree.cu_nodes, tree.tree_mask, None
         draft_token_ids = ids.to(torch.int32)
     batch = Batch(
-        token_ids=ids,
+        token_ids=ids.clamp(0, vocab_size - 1) if any(len(draft) for draft in drafts) else ids,
         positions=positions,
         slots=slot_mapping(page_table, context_lens, cu_nodes, page_size, total_nodes=len(token_ids)),
         page_table=page_table,
@@ -126,6 +131,25 @@ def make_sampling(states: Sequence[RequestState], device: torch.device) -> Sampl
         position=tensor([state.num_output for state in states], torch.int64),
         step=tensor([state.num_steps for state in states], torch.int64),
     )
+
+
+def draft_laws(drafts: Sequence[Draft], device: torch.device) -> dict[str, torch.Tensor]:
+    """`draft_logits` of all drawn drafts and, per tree node, its row there (-1: root or fixed choice)."""
+    rows: list[int] = []
+    laws = [draft.logits for draft in drafts if draft.logits is not None]
+    width = max(law.shape[1] for law in laws)
+    drawn = 0
+    for draft in drafts:
+        rows.append(-1)
+        for _ in range(len(draft)):
+            rows.append(-1 if draft.logits is None else drawn)
+            drawn += draft.logits is not None
+    if any(law.shape[1] != width or law.dtype != laws[0].dtype for law in laws):  # of several drafters
+        laws = [torch.nn.functional.pad(law.float(), (0, width - law.shape[1]), value=float("-inf")) for law in laws]
+    return {
+        "draft_logits": torch.cat(laws),
+        "draft_rows": torch.tensor(rows, dtype=torch.int32, device=device),
+    }
 
 
 def _prefix_sums(sizes: Sequence[int]) -> list[int]:

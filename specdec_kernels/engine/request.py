@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdec_kernels.engine.metrics import SpecCounters
 from specdec_kernels.engine.tokens import TextStream
+
+if TYPE_CHECKING:
+    from specdec_kernels.engine.edits import Grammar, RowEdits
+    from specdec_kernels.engine.prefix_cache import Cursor
 
 _ids = itertools.count()
 
@@ -18,10 +22,22 @@ class Request:
     """One generation job.
 
     `prompt` is text (taken as it is), token ids, or chat messages `[{"role": ..., "content": ...}]` (the model's chat
-    template is applied). Temperature 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch a filter off. `seed` None
-    draws a fresh seed, so unseeded requests differ. `stop_token_ids` end the text like the model's own end tokens
-    (`ignore_eos` disregards the latter). `drafter` overrides the engine's; `num_drafts` bounds drafts per step.
-    `on_event` is called with every Event of this request as soon as its tokens are accepted.
+    template is applied). `n` samples share the prompt's KV; sample i has a seed of its own, derived from `seed`.
+
+    Law: temperature 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch a filter off. `seed` None draws a fresh seed,
+    so unseeded requests differ. Before temperature, logits are edited in this order: `logit_bias` {token id: added};
+    `repetition_penalty` r (positive logits of tokens in prompt or output are divided by r, others multiplied);
+    `frequency_penalty` times a token's count in the output, and `presence_penalty` if it is there, subtracted. Counts
+    are those at the token's own position: drafts accepted earlier in the same step count. `grammar` makes a matcher
+    (see `Grammar`) that says which tokens may come next.
+
+    Ends: `stop_token_ids` end the text like the model's own end tokens (`ignore_eos` disregards the latter), `stop`
+    strings end it before their first character. Neither ends it before `min_tokens` tokens: until then end tokens are
+    forbidden, and stop strings are looked for only in what follows.
+
+    `logprobs`: "raw" (of the model), "processed" (after edits, temperature and filters) or "both", of the emitted
+    tokens. `drafter` overrides the engine's; `num_drafts` bounds drafts per step. Requests share cached prefixes only
+    with those of the same `cache_salt`. `on_event` gets every Event as soon as its tokens are accepted.
     """
 
     prompt: str | Sequence[int] | Sequence[dict[str, str]]
@@ -36,6 +52,20 @@ class Request:
     drafter: Any = None
     num_drafts: int | None = None
     on_event: Callable[[Event], None] | None = None
+    n: int = 1
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    logprobs: str | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    grammar: Callable[[], Grammar] | None = None
+    cache_salt: str = ""
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def validate(self) -> None:
         """Raise ValueError naming the argument that is out of range."""
@@ -47,6 +77,15 @@ class Request:
             ("min_p", 0 <= self.min_p <= 1, "a number in [0, 1]"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "None or an int in [0, 2**63)"),
             ("num_drafts", self.num_drafts is None or self.num_drafts >= 0, "None or an int >= 0"),
+            ("n", isinstance(self.n, int) and self.n >= 1, "an int >= 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"an int in [0, max_tokens={self.max_tokens}]"),
+            ("stop", all(isinstance(s, str) and s for s in self.stop_strings), "non-empty strings"),
+            ("logprobs", self.logprobs in (None, "raw", "processed", "both"), "None, 'raw', 'processed' or 'both'"),
+            ("logit_bias", all(-1e4 <= b <= 1e4 for b in self.logit_bias.values()), "values within +-1e4"),
+            ("repetition_penalty", 0 < self.repetition_penalty < 1e4, "a number > 0"),
+            ("presence_penalty", abs(self.presence_penalty) < 1e4, "a finite number"),
+            ("frequency_penalty", abs(self.frequency_penalty) < 1e4, "a finite number"),
+            ("grammar", self.grammar is None or callable(self.grammar), "a function that makes a matcher"),
         ):
             if not condition:
                 raise ValueError(f"Request: {name}: expected {expected}, got {getattr(self, name)!r}")
@@ -54,20 +93,23 @@ class Request:
 
 @dataclass(frozen=True)
 class Event:
-    """What one step gave one request: its new tokens, of which the first `num_accepted` were drafts, and their text.
-    The last event of a request carries its `result`."""
+    """What one step gave one request: its new tokens, of which the first `num_accepted` were drafts, their text (held
+    back while it may be the start of a stop string), their log-probabilities if asked for. The last event of a request
+    carries its `result`."""
 
     request_id: int
     token_ids: list[int]
     text: str
     num_accepted: int
     result: Result | None = None
+    logprobs: list[Any] | None = None
 
 
 @dataclass(frozen=True)
 class Result:
-    """A finished request. `finish_reason`: "stop", "length", "abort", "memory" (the page pool cannot hold it alone) or
-    "error" (its logits were unusable; `error` says how)."""
+    """A finished request. `finish_reason`: "stop", "length", "abort", "memory" (the page arena cannot hold it alone) or
+    "error" (its logits were unusable; `error` says how). `logprobs`: one natural logarithm a token, pairs (raw,
+    processed) for "both". `sample`: 0 ... n-1. `num_cached`: prompt tokens whose KV came from the prefix cache."""
 
     request_id: int
     token_ids: list[int]
@@ -75,6 +117,9 @@ class Result:
     finish_reason: str
     stats: SpecCounters
     error: str | None = None
+    logprobs: list[Any] | None = None
+    sample: int = 0
+    num_cached: int = 0
 
 
 @dataclass(eq=False)
@@ -100,6 +145,15 @@ class RequestState:
     finish_reason: str | None = None
     error: str | None = None
     drafter_state: Any = None  # the drafter's own notes about this request
+    draft_pages: list[int] = field(default_factory=list)  # pages of the arena's draft tenant
+    edits: RowEdits | None = None
+    cursor: Cursor | None = None  # where its pages are in the prefix cache
+    namespace: Any = ()
+    leader: RequestState | None = None  # the first sample of the same request: its prompt is shared
+    sample: int = 0
+    logprobs: list[Any] = field(default_factory=list)
+    num_cached: int | None = None  # prompt tokens found in the prefix cache; None until it was asked
+    draft_strikes: int = 0  # steps in which its drafts were refused as faulty
 
     @property
     def output(self) -> list[int]:
@@ -116,4 +170,8 @@ class RequestState:
 
     def result(self) -> Result:
         assert self.finish_reason is not None
-        return Result(self.id, self.output, self.stream.all, self.finish_reason, self.stats, self.error)
+        logprobs = self.logprobs if self.request.logprobs else None
+        return Result(
+            self.id, self.output, self.stream.all, self.finish_reason, self.stats, self.error, logprobs, self.sample,
+            self.num_cached or 0,
+        )  # fmt: skip

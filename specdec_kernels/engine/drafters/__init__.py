@@ -10,6 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from specdec_kernels.engine.batch import KVCache, TargetModel
+    from specdec_kernels.engine.pages import Arena
     from specdec_kernels.engine.request import RequestState
 
 
@@ -59,6 +60,10 @@ class Draft:
         for i, parent in enumerate(self.parents):
             if not 0 <= parent <= i:
                 raise ValueError(f"Draft: parents: expected an earlier node for draft {i}, got {parent}")
+        if not all(isinstance(t, int) and -(2**31) <= t < 2**31 for t in self.token_ids):
+            raise ValueError(f"Draft: token_ids: expected 32-bit ints, got {list(self.token_ids)}")
+        if self.logits is not None and (self.logits.dim() != 2 or len(self.logits) != len(self)):
+            raise ValueError(f"Draft: logits: expected [{len(self)}, V], got {list(self.logits.shape)}")
         if len(self) > limit.nodes or self.depth > limit.depth:
             raise ValueError(f"Draft: expected at most {limit}, got {len(self)} nodes of depth {self.depth}")
         return self
@@ -73,15 +78,24 @@ class Limit(NamedTuple):
 
 class DraftContext(NamedTuple):
     """What a drafter may use besides the requests' own text: the target, and its cache, in which each request owns the
-    slots `context_len ... context_len + nodes` of this step (their content is overwritten by the verification)."""
+    slots `context_len ... context_len + nodes` of this step (their content is overwritten by the verification); and,
+    for a drafter with a `kv_shape`, its own cache and the arena that gives out its pages."""
 
     model: TargetModel
     cache: KVCache
+    draft_cache: KVCache | None = None
+    arena: Arena | None = None
 
 
 class Drafter(Protocol):
     """`propose` returns one Draft per request, each within its limit; an empty Draft means plain decoding. It must not
-    change the requests (notes go into `state.drafter_state`). If it raises, its requests go on without drafts."""
+    change the requests (notes go into `state.drafter_state`). If it raises, its requests go on without drafts.
+
+    Optional attributes. max_context: longest text it can read. kv_shape (`KVShape`): it has KV of its own, in pages
+    that it takes from `context.arena` as the draft tenant into `state.draft_pages`; the engine may take these back
+    between steps, all of a request's at once. lookahead: tokens beyond a page that rows it keeps in the target's pages
+    depend on (1 for EAGLE-type heads). version: of its weights.
+    """
 
     name: str
 
