@@ -6,27 +6,13 @@ import itertools
 import random
 
 import pytest
-import torch
 
 from python_ref.decoder import ToyTarget, plain_greedy
 from specdec_kernels.engine import Draft, Engine, EngineConfig, EngineCounters, Request, SpecCounters
 from tests.toy_model import FixedDrafter, OracleDrafter, ToyModel
+from tests.toy_text import ScriptModel
 
 CONFIG = EngineConfig(page_size=4, num_pages=256, max_batch=17, max_step_tokens=256, check=True)
-
-
-class ScriptModel(ToyModel):
-    """The next token is `following[last token]` (default: last + 1); the rows of the toy model are written beside."""
-
-    def __init__(self, following: dict[int, int], vocab: int = 32, **options):
-        super().__init__(ToyTarget(vocab), **options)
-        self.following = following
-
-    def forward(self, batch, cache, layers=None):
-        logits = super().forward(batch, cache, layers)
-        tokens = batch.token_ids if batch.logit_rows is None else batch.token_ids[batch.logit_rows]
-        wanted = [self.following.get(t, (t + 1) % self.vocab_size) for t in tokens.tolist()]
-        return torch.zeros_like(logits).scatter_(1, torch.tensor(wanted)[:, None], 5.0)
 
 
 def chain(*ids: int) -> dict[int, int]:
@@ -44,7 +30,7 @@ def test_BT_01_eos_inside_the_accepted_block_ends_the_output_there(place: int):
     assert result.finish_reason == "stop"
     assert result.stats.emitted == place + 2
     assert result.stats.accepted == min(4, place + 1)
-    assert engine.arena.num_free == CONFIG.num_pages
+    assert engine.arena.num_unowned == CONFIG.num_pages
     plain = Engine(model, "none", CONFIG).generate([[9]], max_tokens=20)[0]
     assert plain.token_ids == result.token_ids
 
@@ -201,7 +187,7 @@ def test_KV_03_a_thousand_steps_leave_no_page_behind():
             engine.abort(rng.choice(list(engine._states)))
     for request_id in list(engine._states):
         engine.abort(request_id)
-    assert engine.arena.num_free == 100
+    assert engine.arena.num_unowned == 100
 
 
 def test_ME_01_empty_and_failed_steps_count_nothing():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from scipy.stats import chi2
 
 from python_ref.decoder import ToyTarget, joint_law, plain_greedy
 from specdec_kernels.engine import Engine, EngineConfig, Request
+from specdec_kernels.engine.drafters.draft_model import DraftModelDrafter
 from specdec_kernels.engine.drafters.self_draft import SelfDrafter
 from tests.toy_model import OracleDrafter, ToyModel
 
@@ -19,26 +21,41 @@ LIMIT = 1e-9  # chance that a right engine fails
 
 
 def drafters(target: ToyTarget) -> dict:
+    other = ToyTarget(vocab=target.vocab, surprise=2)
     return {
         "none": "none",
         "ngram": "ngram",
         "fixed trees": OracleDrafter(target),
         "drawn chains": SelfDrafter(layers=(1,), num_drafts=3, min_prob=0.0),
         "drawn by the target": SelfDrafter(layers=(0, 1), num_drafts=2, min_prob=0.0),
+        "draft model": DraftModelDrafter(ToyModel(other), 2),
+        "mixed": None,  # every request another one of the above that can be mixed
     }
 
 
-def chi_square_p(model: ToyModel, drafter, temperature: float, count: int = 4000) -> tuple[float, Engine]:
-    """p-value of `count` three-token texts against the exact joint law at temperature 1."""
-    engine = Engine(model, drafter, CONFIG)
+def chi_square_p(
+    model: ToyModel, drafter, temperature: float, count: int, max_batch: int = 8, warm: bool = False
+) -> tuple[float, Engine]:
+    """p-value of `count` three-token texts against the exact joint law at temperature 1. Warm: the prompt's KV and
+    that of earlier texts, drafts included, is in the prefix cache, and samples share prompts."""
+    config = replace(CONFIG, max_batch=max_batch, page_size=1 if warm else 4, prefix_cache=warm)
+    choices = [drafter]
+    if drafter is None:
+        choices = [d for name, d in drafters(SMALL).items() if name not in ("mixed", "draft model")]
+    engine = Engine(model, choices[0], config)
+    if warm:
+        engine.generate([[*PROMPT, t] for t in range(SMALL.vocab)], max_tokens=3)
     law = dict(joint_law(SMALL, PROMPT, 3, 1.0))
     seen = dict.fromkeys(law, 0)
-    for seed in range(count):
-        engine.add(Request(PROMPT, max_tokens=3, temperature=temperature, seed=seed))
+    samples = 4 if warm else 1
+    for seed in range(0, count, samples):
+        choice = choices[seed // samples % len(choices)]
+        engine.add(Request(PROMPT, max_tokens=3, temperature=temperature, seed=seed, n=samples, drafter=choice))
     while engine.has_work:
         for event in engine.step():
             if event.result is not None:
                 seen[tuple(event.result.token_ids)] += 1
+                assert event.result.num_cached == (3 if warm else 0)
     assert sum(seen.values()) == count
     pooled = [(0.0, 0)]  # cells of small expectation together
     terms = []
@@ -52,28 +69,44 @@ def chi_square_p(model: ToyModel, drafter, temperature: float, count: int = 4000
     return float(chi2.sf(statistic, len(terms) - 1)), engine
 
 
-@pytest.mark.parametrize("name", list(drafters(SMALL)))
-def test_three_sampled_tokens_have_the_targets_joint_law(name: str):
-    p, engine = chi_square_p(ToyModel(SMALL), drafters(SMALL)[name], 1.0)
+def check_law(name: str, max_batch: int, warm: bool, count: int) -> None:
+    p, engine = chi_square_p(ToyModel(SMALL), drafters(SMALL)[name], 1.0, count, max_batch, warm)
     assert p > LIMIT
     assert engine.metrics.drafter_failures == 0
     if name not in ("none", "ngram"):
-        assert engine.metrics.accepted > 500
-    if name.startswith("drawn"):
+        assert engine.metrics.accepted > count // 8
+    if name.startswith("drawn") or name == "draft model":
         assert engine.metrics.rejected > 0 or name == "drawn by the target"
 
 
-def test_the_law_test_can_fail():
-    """A target sharpened by a tenth, or drafts whose law is misreported, must be found out."""
-    assert chi_square_p(ToyModel(SMALL), "none", 0.9)[0] < LIMIT
+@pytest.mark.parametrize(("max_batch", "warm"), [(8, True), (8, False)])
+@pytest.mark.parametrize("name", list(drafters(SMALL)))
+def test_three_sampled_tokens_have_the_targets_joint_law(name: str, max_batch: int, warm: bool):
+    check_law(name, max_batch, warm, 2000)
 
-    class Misreporting(SelfDrafter):
-        def propose(self, states, limits, context):
-            drafts = super().propose(states, limits, context)
-            return [type(d)(d.token_ids, d.parents, None if d.logits is None else d.logits * 0.2) for d in drafts]
 
-    p, _ = chi_square_p(ToyModel(SMALL), Misreporting(layers=(1,), num_drafts=2, min_prob=0.0), 1.0)
-    assert p < LIMIT
+@pytest.mark.long
+@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize("max_batch", [1, 8])
+@pytest.mark.parametrize("name", list(drafters(SMALL)))
+def test_the_joint_law_in_full(name: str, max_batch: int, warm: bool):
+    check_law(name, max_batch, warm, 20000)
+
+
+class Misreporting(SelfDrafter):
+    """Says that its drafts come from a flatter law than they do."""
+
+    def propose(self, states, limits, context):
+        drafts = super().propose(states, limits, context)
+        return [type(d)(d.token_ids, d.parents, None if d.logits is None else d.logits * 0.2) for d in drafts]
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_the_law_test_can_fail(warm: bool):
+    """A target sharpened by a fifth, or drafts whose law is misreported, must be found out."""
+    assert chi_square_p(ToyModel(SMALL), "none", 0.8, 2000, warm=warm)[0] < LIMIT
+    liar = Misreporting(layers=(1,), num_drafts=2, min_prob=0.0)
+    assert chi_square_p(ToyModel(SMALL), liar, 1.0, 2000, warm=warm)[0] < LIMIT
 
 
 @pytest.mark.parametrize("name", ["none", "ngram", "drawn chains"])

@@ -149,4 +149,4 @@ def test_bad_input_is_named_and_the_engine_stays_usable(model):
     exhausted = engine.generate(["Once upon a time"], max_tokens=500, ignore_eos=True)[0]
     assert exhausted.finish_reason == "memory"
     assert engine.generate(PROMPTS[2:3], max_tokens=3)[0].finish_reason == "length"
-    assert engine.arena.num_free == 8
+    assert engine.arena.num_unowned == 8

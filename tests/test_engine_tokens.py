@@ -5,18 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specdec_kernels.engine.tokens import TextStream, encode_prompt
-
-
-class Bytes:
-    """One id a byte; a character of several bytes is whole only with all of them."""
-
-    chat_template = None
-
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": list(text.encode())}
-
-    def decode(self, ids, skip_special_tokens: bool = True) -> str:
-        return bytes(ids).decode(errors="replace")
+from tests.toy_text import Bytes
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])

@@ -8,7 +8,7 @@ import torch
 
 from python_ref.decoder import ToyTarget
 from specdec_kernels.attention import tree_attention, write_kv
-from specdec_kernels.engine import Batch, Draft, KVCache
+from specdec_kernels.engine import Batch, Draft, KVCache, KVShape
 
 HEAD_DIM = 64
 
@@ -25,6 +25,10 @@ class ToyModel:
         self.dtype, self.device = torch.float32, torch.device("cpu")
         self.greatest_position = -1
         self.nan_token: int | None = None  # behind this token all logits are NaN
+
+    @property
+    def kv_shape(self) -> KVShape:
+        return KVShape(self.num_layers, 1, HEAD_DIM, self.dtype)
 
     def allocate_cache(self, num_pages: int, page_size: int) -> KVCache:
         return KVCache.allocate(self.num_layers, num_pages, page_size, 1, HEAD_DIM, self.dtype, self.device)

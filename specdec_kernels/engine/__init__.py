@@ -1,8 +1,9 @@
 """Room 6: a thin engine over the five rooms. Greedy output equals plain decoding; sampled output has its law."""
 
-from specdec_kernels.engine.batch import Batch, KVCache, TargetModel
+from specdec_kernels.engine.batch import Batch, KVCache, KVShape, TargetModel
 from specdec_kernels.engine.checkpoint import load_model
-from specdec_kernels.engine.decoder import Engine, EngineConfig
+from specdec_kernels.engine.config import EngineConfig
+from specdec_kernels.engine.decoder import Engine
 from specdec_kernels.engine.drafters import Draft, Drafter
 from specdec_kernels.engine.metrics import EngineCounters, SpecCounters
 from specdec_kernels.engine.model import TransformersModel
@@ -17,6 +18,7 @@ __all__ = [
     "EngineCounters",
     "Event",
     "KVCache",
+    "KVShape",
     "Request",
     "Result",
     "SpecCounters",

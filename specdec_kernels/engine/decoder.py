@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from specdec_kernels.engine.batch import TargetModel
+from specdec_kernels.engine.config import EngineConfig
 from specdec_kernels.engine.drafters import Draft, DraftContext, Drafter, DrafterTable, Limit
 from specdec_kernels.engine.edits import step_edits
 from specdec_kernels.engine.graphs import GraphedForward
@@ -34,40 +34,6 @@ _EMPTY_RESIDUAL = 32
 _STRIKES = 3  # faulty or late drafts after which a drafter is given up
 
 _Reports = list[tuple[Event, Any]]  # an event and the callback that gets it
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """`num_pages` pages of `page_size` tokens hold the KV of at most `max_batch` running requests and of a drafter that
-    has KV of its own (`target_floor`, `draft_floor`: pages the other cannot take). A step computes at most
-    `max_step_tokens` tokens, with at most `num_drafts` per request.
-
-    prefix_cache: keep KV for later requests; soft_pages: that of rejected drafts too, for requests that sample.
-    draft_timeout_s: a drafter that takes longer three times in a row is given up. graph_sizes: token counts at which
-    decoding steps run as CUDA graphs. check: verify page ownership each step; poison: fill freed pages with NaN.
-    """
-
-    page_size: int = 16
-    num_pages: int = 2048
-    max_batch: int = 8
-    max_step_tokens: int = 512
-    num_drafts: int = 15
-    check: bool = False
-    prefix_cache: bool = True
-    soft_pages: bool = True
-    target_floor: int = 0
-    draft_floor: int = 0
-    draft_timeout_s: float | None = None
-    graph_sizes: tuple[int, ...] = ()
-    poison: bool = False
-
-    def validate(self) -> None:
-        for name, least in (
-            ("page_size", 1), ("num_pages", 1), ("max_batch", 1), ("max_step_tokens", 1), ("num_drafts", 0),
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"EngineConfig: {name}: expected an int >= {least}, got {value!r}")
 
 
 class Engine:
@@ -208,15 +174,13 @@ class Engine:
         for state, size, last in plan.chunks:
             state.context_len += size - last  # a text's last token is the root: verification commits it
             self.metrics.prefill_tokens += size
-        reports, outcomes = [], []
+        reports: _Reports = []
+        outcomes: list[DraftOutcome] = []
         verified = time.perf_counter()
         if packed.states:
             outcome = self._verify(packed, logits)
             if packed.branched:  # the path accepted in a chain is dense already
-                commit_kv(
-                    self.memory.handle, None, packed.batch.page_table[: len(packed.states)], packed.root_lens,
-                    packed.tree.cu_nodes, outcome.accepted_nodes, outcome.num_emitted, page_size=self.config.page_size,
-                )  # fmt: skip
+                self._commit(packed, outcome)
             reports, outcomes = self._accept(packed, outcome)
         end = time.perf_counter()
         self.metrics.draft_time_s += drafted - start
@@ -292,6 +256,18 @@ class Engine:
             return_logprobs=None if not asked else asked.pop() if len(asked) == 1 else "both",
             **laws,
             **step_edits(packed.states, packed.drafts, logits, self.model.vocab_size),  # type: ignore[arg-type]
+        )
+
+    def _commit(self, packed: Packed, verified: Verified) -> None:
+        commit_kv(
+            self.memory.handle,
+            None,
+            packed.batch.page_table[: len(packed.states)],
+            packed.root_lens,
+            packed.tree.cu_nodes,
+            verified.accepted_nodes,
+            verified.num_emitted,
+            page_size=self.config.page_size,
         )
 
     def _accept(self, packed: Packed, verified: Verified) -> tuple[_Reports, list[DraftOutcome]]:

@@ -23,7 +23,7 @@ NEVER = float("-inf")
 
 
 class Grammar(Protocol):
-    """A matcher that has read the output so far. xgrammar's and llguidance's fit behind a few lines (docs/engine.md)."""
+    """A matcher that has read the output so far. Those of xgrammar and llguidance fit behind a few lines."""
 
     def fill_allowed(self, row: torch.Tensor) -> None:
         """Set the bits of the tokens that may come next in a row of zeros, int32 [ceil(V / 32)]: bit t % 32 of word

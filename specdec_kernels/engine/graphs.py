@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from specdec_kernels.batching import GraphBuckets
 from specdec_kernels.engine.batch import Batch, KVCache, TargetModel
+from specdec_kernels.engine.config import EngineConfig
 from specdec_kernels.engine.pack import Packed
 from specdec_kernels.engine.pages import Arena
-
-if TYPE_CHECKING:
-    from specdec_kernels.engine.decoder import EngineConfig
 
 
 class GraphedForward:
@@ -69,7 +65,7 @@ class GraphedForward:
         return logits[:total]
 
     def _step(self, **inputs: torch.Tensor) -> torch.Tensor:
-        return self._model.forward(Batch(max_nodes=self._max_nodes, **inputs), self._cache)  # type: ignore[arg-type]
+        return self._model.forward(Batch(max_nodes=self._max_nodes, **inputs), self._cache)
 
     def _buffers(self, size: int) -> dict[str, torch.Tensor]:
         def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from specdec_kernels.engine.batch import KVCache, TargetModel, share_pages
+from specdec_kernels.engine.config import EngineConfig
 from specdec_kernels.engine.drafters import Draft, Drafter
 from specdec_kernels.engine.pages import Arena
 from specdec_kernels.engine.prefix_cache import PrefixCache
 from specdec_kernels.engine.request import RequestState
 from specdec_kernels.kv import copy_pages, kv_handle
-
-if TYPE_CHECKING:
-    from specdec_kernels.engine.decoder import EngineConfig
 
 
 class Memory:

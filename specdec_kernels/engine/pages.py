@@ -44,9 +44,9 @@ class Arena:
     """`num_pages` pages; `page_size`, `draft_page_size`: tokens a page holds for either tenant (0: no draft tenant).
 
     target_floor, draft_floor: pages the other tenant can never hold. A draft tenant above its floor is a borrower: it
-    takes FREE and SOFT pages only, and not while lending is closed. `reclaim(count)`, set by the engine, is asked to
-    drop borrowed draft pages when the target runs out; that closes lending until `reopen` pages are free or kept
-    (default: an eighth), so that drafting is not switched on and off in turns.
+    takes pages that nobody owns, while lending is open. `reclaim(count)`, set by the engine, is asked to drop borrowed
+    draft pages when the target runs out; that closes lending until `reopen` pages are free or kept (default: an
+    eighth), so that drafting is not switched on and off in turns.
     `on_free(pages)` is told of every page that becomes FREE (a debugging engine poisons it).
     """
 
@@ -209,11 +209,10 @@ class Arena:
         after = self.active[tenant] + count
         if after > self.num_pages - self.floors[1 - tenant]:
             return False
-        soft_only = free_only or (tenant == Tenant.DRAFT and after > self.floors[Tenant.DRAFT])
-        if tenant == Tenant.DRAFT and soft_only and not free_only and not self._may_lend():
+        if tenant == Tenant.DRAFT and after > self.floors[Tenant.DRAFT] and not self._may_lend():
             return False
         missing = count - len(self._free)
-        if missing > 0 and not soft_only and missing > self.num_idle:
+        if missing > 0 and not free_only and missing > self.num_idle:
             borrowed = min(self._borrowed, missing - self.num_idle) if tenant == Tenant.TARGET else 0
             if borrowed < missing - self.num_idle or self.reclaim is None:
                 return False
@@ -221,7 +220,7 @@ class Arena:
             self.lending = False
             missing = count - len(self._free)
         if missing > 0 and self.evictor is not None:
-            self.evictor.evict(missing, soft_only)
+            self.evictor.evict(missing, free_only)
         return len(self._free) >= count
 
     # ---- debugging

@@ -24,8 +24,8 @@ class Request:
     `prompt` is text (taken as it is), token ids, or chat messages `[{"role": ..., "content": ...}]` (the model's chat
     template is applied). `n` samples share the prompt's KV; sample i has a seed of its own, derived from `seed`.
 
-    Law: temperature 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch a filter off. `seed` None draws a fresh seed,
-    so unseeded requests differ. Before temperature, logits are edited in this order: `logit_bias` {token id: added};
+    Law: temperature 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch a filter off. `seed` None draws a fresh
+    seed, so unseeded requests differ. Before temperature, logits are edited in this order: `logit_bias` {id: added};
     `repetition_penalty` r (positive logits of tokens in prompt or output are divided by r, others multiplied);
     `frequency_penalty` times a token's count in the output, and `presence_penalty` if it is there, subtracted. Counts
     are those at the token's own position: drafts accepted earlier in the same step count. `grammar` makes a matcher

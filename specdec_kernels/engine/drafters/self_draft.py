@@ -15,9 +15,8 @@ import torch
 from specdec_kernels.attention import slot_mapping
 from specdec_kernels.engine.batch import Batch
 from specdec_kernels.engine.drafters import Draft, DraftContext, Limit
+from specdec_kernels.engine.drafters.draft_model import next_tokens
 from specdec_kernels.engine.drafters.layer_search import LayerChoice, choose_layers
-from specdec_kernels.engine.pack import make_sampling
-from specdec_kernels.sampling import draft_sample, draft_topk
 
 
 class SelfDrafter:
@@ -77,13 +76,4 @@ class SelfDrafter:
             max_nodes=1,
         )
         logits = model.forward(batch, context.cache, self.choice.layers)[:, : model.vocab_size]
-        if all(state.request.temperature <= 1e-5 for state in states):
-            ids, log_probs, _ = draft_topk(logits, 1)
-        else:
-            sampling = make_sampling(states, device)
-            rows = torch.arange(len(states), dtype=torch.int32, device=device)
-            offsets = torch.tensor([len(chain) for chain in chains], device=device)
-            ids, log_probs, _ = draft_sample(
-                logits, 1, sampling, row_requests=rows, row_positions=sampling.position + offsets
-            )
-        return ids[:, 0].tolist(), log_probs[:, 0].tolist(), logits
+        return next_tokens(logits, states, [len(chain) for chain in chains])
