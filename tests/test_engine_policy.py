@@ -144,7 +144,7 @@ def test_the_plan_is_the_best_of_all_plans(count):
     for _ in range(40):
         widths = [1, 1, 1] if rng.random() < 0.5 else sorted(rng.integers(1, 60, 3).tolist())
         alphas = rng.uniform(0.05, 0.95, (count, 3))
-        prefill = PrefillLoad(int(rng.choice([0, 150, 400])), 1, 300)
+        prefill = PrefillLoad(int(rng.choice([0, 150, 400])))
         caps = [Limit(int(rng.integers(0, 80)), int(rng.integers(0, 4))) for _ in range(count)]
         asked = [RequestView(i, 100, cap) for i, cap in enumerate(caps)]
         policy = informed(alphas, widths=widths)
@@ -154,8 +154,10 @@ def test_the_plan_is_the_best_of_all_plans(count):
         def goodput(depths, alphas=alphas, cum=cum, prefill=prefill):
             tokens = sum(1 + sum(np.prod(alphas[b, : i + 1]) for i in range(d)) for b, d in enumerate(depths))
             drafts = sum(cum[d] for d in depths)
-            forward = COSTS.predict(count + prefill.nodes + drafts, count + 1, 100 * count + prefill.context)
-            return tokens / (forward + DRAFT.per_level * max(depths))
+            with_drafts = COSTS.predict(count + prefill.nodes + drafts, count, 100 * count)
+            without = COSTS.predict(count + prefill.nodes, count, 100 * count)
+            prefill_alone = without - COSTS.predict(count, count, 100 * count)  # to be done sooner or later
+            return tokens / (with_drafts - prefill_alone + DRAFT.per_level * max(depths))
 
         possible = [[d for d in range(4) if d <= cap.depth and cum[d] <= cap.nodes] for cap in caps]
         best = max(map(goodput, itertools.product(*possible)))
@@ -174,7 +176,7 @@ def test_zero_drafts_where_nothing_pays():
 def test_prefill_beside_decoding_takes_the_free_nodes():
     alone, beside = informed([[0.48] * 4] * 8), informed([[0.48] * 4] * 8)
     assert alone.choose_budgets(views(8))[0].depth == 3
-    assert beside.choose_budgets(views(8), PrefillLoad(200, 1, 200))[0].depth == 2
+    assert beside.choose_budgets(views(8), PrefillLoad(200))[0].depth == 2
 
 
 def test_no_flapping_when_estimates_wobble():

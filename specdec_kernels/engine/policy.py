@@ -49,11 +49,9 @@ class StepTiming(NamedTuple):
 
 
 class PrefillLoad(NamedTuple):
-    """Prefill chunks that share the step with the decoding requests: rows, requests, KV rows."""
+    """Rows of prefill chunks that share the step with the decoding requests."""
 
     nodes: int = 0
-    requests: int = 0
-    context: int = 0
 
 
 NO_PREFILL = PrefillLoad()
@@ -102,6 +100,7 @@ class DraftCosts(NamedTuple):
 
 
 FREE_DRAFTS = DraftCosts()
+_PROBE_EVERY = 8  # steps between two looks for something worth trying
 
 
 class _Plan(NamedTuple):
@@ -151,7 +150,7 @@ class GoodputPolicy:
         self.forward_correction, self.draft_correction = CostCorrection(), CostCorrection()
         self._current: dict[int, int] = {}  # the plan in force: depth by request
         self._credit = 0.0  # seconds that probes may lose
-        self._probes = 0
+        self._steps = 0
         self.last_goodput = 0.0
 
     # ---- the interface
@@ -201,10 +200,11 @@ class GoodputPolicy:
 
     def _probe(self, step: _Step, plan: _Plan, acceptance: np.ndarray) -> _Plan | None:
         """A step worth trying for what it tells, if what it is predicted to lose is within the credit."""
-        if self._credit <= 0:
+        self._steps += 1
+        turn, rest = divmod(self._steps, _PROBE_EVERY)
+        if rest or self._credit <= 0:
             return None
-        self._probes += 1
-        hope, stretch = self._probes % 2 == 0, 1 + self.uncertainty
+        hope, stretch = turn % 2 == 0, 1 + self.uncertainty
         shifted = (acceptance * stretch).clip(max=1) if hope else acceptance / stretch
         probe = step.best(shifted, 1 / stretch if hope else stretch)
         if (probe.depths == plan.depths).all():
@@ -212,7 +212,7 @@ class GoodputPolicy:
                 return None
             # Far from paying: still look at a few requests now and then, acceptance can rise.
             few = max(1, len(step.room) // 16)
-            chosen = np.roll(np.arange(len(step.room)), -self._probes * few)[:few]
+            chosen = np.roll(np.arange(len(step.room)), -turn * few)[:few]
             depths = np.zeros(len(step.room), np.int64)
             depths[chosen] = np.minimum(2, step.room[chosen])
             probe = _Plan(depths, 0.0, 0.0, 0.0)
@@ -231,16 +231,17 @@ class _Step:
         self.policy, self.count, self.room = policy, count, room
         self.base_nodes = count + prefill.nodes
         costs = policy.costs
-        self._fixed = costs.base + costs.per_request * (count + prefill.requests)
-        self._fixed += costs.per_context * (context + prefill.context)
+        self._fixed = costs.base + costs.per_request * count + costs.per_context * context
+        # Prefill has to be done sooner or later, whatever is drafted: only what it makes drafts cost counts.
+        self._alone = float(self._forward(np.float64(count)))
+        self._beside = float(self._forward(np.float64(self.base_nodes)))
 
     def seconds(self, levels: np.ndarray, drafts: np.ndarray, extra_cost: float = 1.0) -> np.ndarray:
         """Predicted seconds with `drafts` draft nodes of `levels` levels; extra_cost scales what drafts add."""
-        policy, nodes = self.policy, self.base_nodes + drafts
-        plain = self._forward(np.float64(self.base_nodes))
-        added = self._forward(nodes) - plain
-        added = added + policy._draft_seconds(levels, drafts) * policy.draft_correction.factor(np.float64(1))
-        return plain + added * extra_cost
+        added = self._forward(self.base_nodes + drafts) - self._beside
+        draft_factor = self.policy.draft_correction.factor(np.float64(1))
+        added = added + self.policy._draft_seconds(levels, drafts) * draft_factor
+        return self._alone + added * extra_cost
 
     def _forward(self, nodes: np.ndarray) -> np.ndarray:
         costs = self.policy.costs

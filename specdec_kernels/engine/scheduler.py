@@ -82,8 +82,7 @@ class Scheduler:
         decoding = [state for state in decoding if state in self.running]
         chunks = [chunk for chunk in chunks if chunk.state in self.running]
         share = max(0, budget) // max(1, len(decoding))
-        rows = sum(chunk.num_tokens for chunk in chunks)
-        prefill = PrefillLoad(rows, len(chunks), rows + sum(chunk.state.context_len for chunk in chunks))
+        prefill = PrefillLoad(sum(chunk.num_tokens for chunk in chunks))
         wanted = policy.choose_budgets([self._view(state, share) for state in decoding], prefill)
         limits = [self._afford(state, limit) for state, limit in zip(decoding, wanted, strict=True)]
         return StepPlan(decoding, limits, chunks)
