@@ -78,4 +78,24 @@ __device__ __forceinline__ T block_reduce(T value, Operation operation, T identi
   return value;
 }
 
+// Sum of the values of the threads before this one; `total` gets that of all. `scratch` as for block_reduce; the
+// block's threads are a multiple of 32.
+template <class T>
+__device__ __forceinline__ T block_exclusive_sum(T value, T* total, T* scratch) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
+  T sum = value;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const T before = __shfl_up_sync(kFullWarp, sum, distance);
+    if (lane >= distance) sum += before;
+  }
+  if (lane == 31) scratch[warp] = sum;
+  __syncthreads();
+  const T warps = lane < num_warps ? scratch[lane] : T(0);
+  *total = warp_sum(warps);
+  const T before = warp_sum(lane < warp ? warps : T(0));
+  __syncthreads();  // scratch is free again
+  return before + sum - value;
+}
+
 }  // namespace specdec

@@ -6,61 +6,14 @@
 #include <cstring>
 #include <vector>
 
-#include "common/check.h"
-#include "common/dispatch.h"
+#include "kv/args.h"
 #include "kv/copy_cpu.h"
-#include "kv/kv.h"
 #include "tree/tree.h"
 
 namespace specdec {
 namespace {
 
 constexpr int64_t kGrainBytes = 1 << 17;  // what a thread should move to be worth its wake-up
-
-// One layer of a K or V cache, in bytes: rows of `num_heads` pieces of `piece` bytes.
-struct Layer {
-  char* base;
-  int64_t stride_page, stride_row, stride_head, num_heads, piece;
-};
-
-struct Group {  // the caches of one call: they share pages and page size
-  std::vector<Layer> layers;
-  int64_t num_pages = 0, page_size = 0;
-};
-
-// Caches [pages, page, heads, dim] (HND: [pages, heads, page, dim]), optionally with a leading layer dimension.
-void add_caches(const char* op, const char* argument, const std::vector<Tensor>& caches, bool hnd, Group& group) {
-  for (const Tensor& cache : caches) {
-    const int64_t lead = cache.dim() - 4;
-    if (lead != 0 && lead != 1) fail(op, argument, "4 dimensions (5 with layers in front), got ", shape_text(cache));
-    check_dense_rows(op, argument, cache);
-    const int64_t page_size = cache.size(lead + (hnd ? 2 : 1)), num_pages = cache.size(lead);
-    if (page_size < 1) fail(op, argument, "at least one row a page, got ", shape_text(cache));
-    if (group.page_size == 0) group.num_pages = num_pages, group.page_size = page_size;
-    if (num_pages != group.num_pages || page_size != group.page_size)
-      fail(op, argument, "the same pages in every cache (", group.num_pages, " of ", group.page_size, " rows), got ",
-           shape_text(cache));
-    const int64_t bytes = static_cast<int64_t>(cache.element_size());
-    Layer layer = {static_cast<char*>(cache.mutable_data_ptr()),
-                   cache.stride(lead) * bytes,
-                   cache.stride(lead + (hnd ? 2 : 1)) * bytes,
-                   cache.stride(lead + (hnd ? 1 : 2)) * bytes,
-                   cache.size(lead + (hnd ? 1 : 2)),
-                   cache.size(lead + 3) * bytes};
-    if (layer.stride_head == layer.piece) layer.piece *= layer.num_heads, layer.num_heads = 1;  // one dense row
-    const int64_t count = lead ? cache.size(0) : 1, stride = lead ? cache.stride(0) * bytes : 0;
-    for (int64_t l = 0; l < count; l++, layer.base += stride) group.layers.push_back(layer);
-  }
-}
-
-Group group_of(const char* op, const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches, bool hnd) {
-  Group group;
-  group.layers.reserve(k_caches.size() + v_caches.size());
-  add_caches(op, "k_caches", k_caches, hnd, group);
-  add_caches(op, "v_caches", v_caches, hnd, group);
-  if (group.page_size == 0) fail(op, "k_caches", "at least one cache, got none");
-  return group;
-}
 
 // A move with its slots taken apart once for all layers.
 struct RowMove {
@@ -82,39 +35,25 @@ void move_row(const Layer& layer, const RowMove& move, const RowMove* next, bool
 void commit_kv_cpu(Tensor page_table, Tensor context_lens, Tensor cu_nodes, Tensor accepted_nodes, Tensor num_emitted,
                    std::optional<Tensor> request_order, std::string kv_layout, std::vector<Tensor> k_caches,
                    std::vector<Tensor> v_caches) {
-  const char* op = "commit_kv";
-  const int64_t requests = context_lens.numel();
-  check_index(op, "context_lens", context_lens, {kAny});
-  check_index(op, "page_table", page_table, {requests, kAny});
-  check_index(op, "cu_nodes", cu_nodes, {requests + 1});
-  check_index(op, "accepted_nodes", accepted_nodes, {requests, kAny});
-  check_index(op, "num_emitted", num_emitted, {requests});
-  check_index(op, "request_order", request_order, {kAny});
-  const Group group = group_of(op, k_caches, v_caches, is_hnd(op, kv_layout));
-
-  const int32_t *table = data<int32_t>(page_table), *lens = data<int32_t>(context_lens), *cu = data<int32_t>(cu_nodes),
-                *accepted = data<int32_t>(accepted_nodes), *emitted = data<int32_t>(num_emitted),
-                *order = data_or_null<int32_t>(request_order);
-  const int32_t max_pages = static_cast<int32_t>(page_table.size(1)),
-                width = static_cast<int32_t>(accepted_nodes.size(1)), page_size = static_cast<int32_t>(group.page_size),
-                num_pages = static_cast<int32_t>(group.num_pages);
+  const Group group = group_of("commit_kv", k_caches, v_caches, is_hnd("commit_kv", kv_layout));
+  const CommitArgs args =
+      check_commit_kv(page_table, context_lens, cu_nodes, accepted_nodes, num_emitted, request_order, group);
+  const int32_t page_size = args.page_size;
 
   // Planned once, then replayed for every layer. A path's moves stay together and in order (see kv.h).
   static thread_local std::vector<RowMove> plan;
   static thread_local std::vector<int32_t> path_starts;
   plan.clear();
   path_starts.clear();
-  const bool ordered = request_order.has_value();  // an empty order has no data pointer and means: nobody
-  const int64_t handled = ordered ? request_order->numel() : requests;
-  for (int64_t n = 0; n < handled; n++) {
-    const int64_t b = ordered ? order[n] : n;
-    if (b < 0 || b >= requests) continue;
-    const NodeRange range = node_range(cu, b, INT32_MAX);
-    const int32_t* path = accepted + b * width;
-    const int32_t length = path_length(path, emitted[b], width, range.count);
+  for (int32_t n = 0; n < args.handled; n++) {
+    const int32_t b = args.request(n);
+    if (b < 0) continue;
+    const NodeRange range = node_range(args.cu_nodes, b, INT32_MAX);
+    const int32_t* path = args.accepted_nodes + int64_t{b} * args.width;
+    const int32_t length = path_length(path, args.num_emitted[b], args.width, range.count);
     const size_t start = plan.size();
     for (int32_t j = 0; j < length; j++) {
-      Move move = accepted_move(table + b * max_pages, max_pages, page_size, num_pages, lens[b], path[j], j);
+      const Move move = args.move(b, path[j], j);
       if (moves(move))
         plan.push_back(
             {move.source / page_size, move.source % page_size, move.target / page_size, move.target % page_size});
@@ -144,19 +83,15 @@ void commit_kv_cpu(Tensor page_table, Tensor context_lens, Tensor cu_nodes, Tens
 }
 
 void advance_cpu(Tensor num_emitted, Tensor context_lens) {
-  check_index("advance", "num_emitted", num_emitted, {kAny});
-  check_index("advance", "context_lens", context_lens, {num_emitted.numel()});
+  check_advance(num_emitted, context_lens);
   const int32_t* emitted = data<int32_t>(num_emitted);
   int32_t* lens = mutable_data<int32_t>(context_lens);
-  for (int64_t b = 0; b < num_emitted.numel(); b++)
-    lens[b] = static_cast<int32_t>(std::min<int64_t>(INT32_MAX, int64_t{lens[b]} + std::max(emitted[b], 0)));
+  for (int64_t b = 0; b < num_emitted.numel(); b++) lens[b] = advanced(lens[b], emitted[b]);
 }
 
 void copy_pages_cpu(Tensor src, Tensor dst, std::vector<Tensor> k_caches, std::vector<Tensor> v_caches) {
-  const char* op = "copy_pages";
-  check_index(op, "src", src, {kAny});
-  check_index(op, "dst", dst, {src.numel()});
-  const Group group = group_of(op, k_caches, v_caches, false);  // both layouts: a page is a page
+  check_copy_pages(src, dst);
+  const Group group = group_of("copy_pages", k_caches, v_caches, false);  // both layouts: a page is a page
   const int32_t *from_page = data<int32_t>(src), *to_page = data<int32_t>(dst);
   const int64_t pairs = src.numel(), units = pairs * group.layers.size();
   const Layer& first = group.layers[0];

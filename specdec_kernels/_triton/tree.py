@@ -8,14 +8,12 @@ One program a request. A node's mask row is its ancestors' bits; pointer doublin
 Siblings come from comparing parents, a tile of 32 later nodes at a time.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-FLAG_TREE = tl.constexpr(64)
-FLAG_INDEX = tl.constexpr(512)
+from specdec_kernels._triton.rng import FLAG_INDEX, FLAG_TREE, INT32_MAX, check, check_range, node_range, tail_begin
+
 MAX_NODES = 1024
-INT32_MAX = tl.constexpr(2147483647)
 
 
 @triton.jit
@@ -58,25 +56,15 @@ def _build_tree_kernel(
 ):  # fmt: skip
     b = tl.program_id(0)
     if b == num_requests:  # the rows behind the batch
-        # as tail_begin of csrc/tree/tree.h: behind the last request whose offsets are sound
-        last = tl.load(cu_nodes_ptr + b)
-        before = tl.load(cu_nodes_ptr + b - 1, mask=b > 0, other=0)
-        first = tl.load(cu_nodes_ptr + b - 2, mask=b > 1, other=0)
-        sound = (last >= before) & (last >= 0) & (last <= total_nodes)
-        sound_before = (b > 0) & (before >= first) & (before >= 0) & (before <= total_nodes)
-        start = tl.where(sound, last, tl.where(sound_before, before, total_nodes)).to(tl.int64)
+        start = tail_begin(cu_nodes_ptr, b, total_nodes)
         for row in range(start, total_nodes.to(tl.int64), 32):
             rows = row + tl.arange(0, 32)
             _write_inert(
                 parents_out, tree_mask, depths, positions, first_child, next_sibling, words, rows, rows < total_nodes
             )
         return
-    begin = tl.load(cu_nodes_ptr + b)
-    end = tl.load(cu_nodes_ptr + b + 1)
+    first_row, count, valid = node_range(cu_nodes_ptr, b, total_nodes)
     context_len = tl.load(context_lens_ptr + b)
-    valid = (begin >= 0) & (end >= begin) & (end <= total_nodes)
-    count = tl.where(valid, end - begin, 0)
-    first_row = tl.where(valid, begin, 0).to(tl.int64)
     flag = tl.where(valid, 0, FLAG_INDEX)
     flag = flag | tl.where((context_len >= 0) & (context_len <= INT32_MAX - count), 0, FLAG_INDEX)
 
@@ -193,25 +181,12 @@ def _chain_tree_kernel(
             tl.store(tree_mask + rows * words + word, bits, mask=active)
 
 
-def _check(op: str, argument: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-    if tensor.dtype != torch.int32 or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-        kind = str(tensor.dtype).removeprefix("torch.")
-        raise ValueError(
-            f"{op}: {argument}: expected a contiguous int32 {list(shape)}, got {kind} {list(tensor.shape)}"
-        )
-
-
-def _check_range(op: str, argument: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise ValueError(f"{op}: {argument}: expected a value in [{low}, {high}], got {value}")
-
-
 def _check_outputs(op, nodes, requests, max_nodes, rows, tree_mask, flags):
-    _check_range(op, "max_nodes", max_nodes, 0, MAX_NODES)
+    check_range(op, "max_nodes", max_nodes, 0, MAX_NODES)
     for argument, tensor in rows.items():
-        _check(op, argument, tensor, (nodes,))
-    _check(op, "tree_mask", tree_mask, (nodes, (max_nodes + 31) // 32))
-    _check(op, "flags", flags, (requests,))
+        check(op, argument, tensor, (nodes,))
+    check(op, "tree_mask", tree_mask, (nodes, (max_nodes + 31) // 32))
+    check(op, "flags", flags, (requests,))
 
 
 def impl_build_tree(
@@ -223,9 +198,9 @@ def impl_build_tree(
     rows = dict(parents=parents, parents_out=parents_out, depths=depths, positions=positions, first_child=first_child,
                 next_sibling=next_sibling)  # fmt: skip
     _check_outputs(op, nodes, requests, max_nodes, rows, tree_mask, flags)
-    _check(op, "context_lens", context_lens, (requests,))
-    _check(op, "cu_nodes", cu_nodes, (requests + 1,))
-    _check_range(op, "max_depth", max_depth, 0, MAX_NODES)
+    check(op, "context_lens", context_lens, (requests,))
+    check(op, "cu_nodes", cu_nodes, (requests + 1,))
+    check_range(op, "max_depth", max_depth, 0, MAX_NODES)
     block = max(32, triton.next_power_of_2(max_nodes))
     _build_tree_kernel[(requests + 1,)](
         parents, cu_nodes, context_lens, parents_out, tree_mask, depths, positions, first_child, next_sibling, flags,
@@ -244,9 +219,9 @@ def impl_chain_tree(
     rows = dict(parents_out=parents_out, depths=depths, positions=positions, first_child=first_child,
                 next_sibling=next_sibling)  # fmt: skip
     _check_outputs(op, nodes, requests, max_nodes, rows, tree_mask, flags)
-    _check(op, "num_drafts", num_drafts, (requests,))
-    _check(op, "context_lens", context_lens, (requests,))
-    _check(op, "cu_nodes", cu_nodes, (requests + 1,))
+    check(op, "num_drafts", num_drafts, (requests,))
+    check(op, "context_lens", context_lens, (requests,))
+    check(op, "cu_nodes", cu_nodes, (requests + 1,))
     _chain_tree_kernel[(requests + 1,)](
         num_drafts, context_lens, parents_out, cu_nodes, tree_mask, depths, positions, first_child, next_sibling, flags,
         nodes, requests, max_nodes, tree_mask.shape[1], BLOCK=128, num_warps=1,

@@ -58,12 +58,12 @@ def main() -> None:
     reader, writer = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # kernels may print; the pipe is ours alone
     guard_bfloat16()
-    from tests.cuda_on_cpu.triton_backends import named_tensors
+    from tests.cuda_on_cpu.triton_backends import named_tensors, portable, restored
 
     rooms = importlib.import_module("specdec_kernels._triton").OPS
     while True:
         try:
-            op, args = pickle.load(reader)
+            op, args = restored(pickle.load(reader))
         except EOFError:
             return
         failure = None
@@ -71,7 +71,7 @@ def main() -> None:
             getattr(importlib.import_module(f"specdec_kernels._triton.{rooms[op]}"), f"impl_{op}")(*args)
         except Exception as error:
             failure = error if isinstance(error, (ValueError, TypeError)) else RuntimeError(f"{op}: {error!r}")
-        pickle.dump((failure, [tensor for _, tensor, _ in named_tensors(op, args)]), writer)
+        pickle.dump((failure, portable([tensor for _, tensor, _ in named_tensors(op, args)])), writer)
         writer.flush()
 
 

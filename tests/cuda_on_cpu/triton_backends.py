@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -192,15 +192,36 @@ def _worker() -> subprocess.Popen:
     return process
 
 
+class Float8(NamedTuple):
+    """A float8 tensor on its way to another process: torch does not pickle its storage."""
+
+    bits: torch.Tensor
+    dtype: torch.dtype
+
+
+def portable(value: Any) -> Any:
+    """`value` (tensors and lists of them) so that it can be pickled; `restored` undoes it."""
+    if isinstance(value, torch.Tensor) and "float8" in str(value.dtype):
+        return Float8(value.view(torch.uint8), value.dtype)
+    return [portable(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def restored(value: Any) -> Any:
+    if isinstance(value, Float8):
+        return value.bits.view(value.dtype)
+    return [restored(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
 def _run_interpreted(op: str, *args: Any) -> None:
     """Send the call to the worker and copy what it mutated back."""
     worker = _worker()
     assert worker.stdin is not None
     assert worker.stdout is not None
-    pickle.dump((op, args), worker.stdin)
+    pickle.dump((op, portable(args)), worker.stdin)
     worker.stdin.flush()
     try:
         failure, mutated = pickle.load(worker.stdout)
+        mutated = restored(mutated)
     except EOFError:
         raise EmulationError(f"{op}: the interpreter process ended") from None
     if failure is not None:
