@@ -67,12 +67,10 @@ def expand_tree(scores: Tensor, child_log_probs: Tensor, k: int, *, backend: str
     _ops.expect_tensor(op, "scores", scores, torch.float32, 2)
     _ops.expect_tensor(op, "child_log_probs", child_log_probs, torch.float32, 3)
     _ops.expect(op, "k", k >= 0, "a value of at least 0", k)
-    requests, device = scores.shape[0], scores.device
-    child_scores = torch.empty(
-        requests, child_log_probs.shape[1] * child_log_probs.shape[2], dtype=torch.float32, device=device
-    )
+    (requests, parents, ranks), device = child_log_probs.shape, scores.device
+    child_scores = child_log_probs.new_empty(requests, parents * ranks)
     beam = torch.empty(requests, k, dtype=torch.int32, device=device)
-    beam_scores = torch.empty(requests, k, dtype=torch.float32, device=device)
+    beam_scores = scores.new_empty(requests, k)
     _ops.call(op, backend, device, scores, child_log_probs, k, child_scores, beam, beam_scores)
     return ExpandedLevel(child_scores, beam, beam_scores)
 
@@ -102,6 +100,14 @@ def collect_candidates(levels: Sequence[ExpandedLevel]) -> Candidates:
     return Candidates(torch.cat(scores, 1).view(-1), torch.cat(parents, 1).view(-1), cu_candidates, width)
 
 
+def _rerank_workspace(requests: int, candidates: int) -> int:
+    """Bytes: a ticket, a count a request, a list entry and a 64-bit key a candidate (RerankWorkspace, csrc/tree)."""
+    return 4 * (4 + (requests + 3) // 4 * 4 + (candidates + 3) // 4 * 4 + 2 * candidates)
+
+
+_ops.register_workspace("rerank_tree", _rerank_workspace)
+
+
 def rerank_tree(
     scores: Tensor,
     parents: Tensor,
@@ -110,6 +116,7 @@ def rerank_tree(
     *,
     total_nodes: int,
     sampled: bool = False,
+    workspace: Tensor | None = None,
     backend: str | None = None,
 ) -> RerankedTree:
     """Keep each request's best num_nodes - 1 candidates and its root, closed under ancestors.
@@ -128,6 +135,9 @@ def rerank_tree(
     (for q = (.6, .3, .1) and target (.2, .5, .3), keeping the likelier of two draws emits (.31, .38, .31)). Candidates
     then rank by score(parent) + log(1 - q of the earlier siblings), the estimated chance of being tried at all: a
     prefix of every parent's draws is kept, and its length never looks at the law of the token it keeps.
+
+    workspace: uint8 [workspace_size("rerank_tree", requests=B, candidates=C)], zeroed once, for GPUs (default: a new
+    one; the CPU needs none).
     """
     op = "rerank_tree"
     _ops.expect_tensor(op, "scores", scores, torch.float32, 1)
@@ -139,7 +149,11 @@ def rerank_tree(
     selected, parents_out = (torch.empty(total_nodes, dtype=torch.int32, device=device) for _ in range(2))
     cu_nodes = torch.empty(requests + 1, dtype=torch.int32, device=device)
     flags = torch.empty(requests, dtype=torch.int32, device=device)
+    if workspace is None and not (device.type in ("cpu", "meta") and backend in (None, "native")):
+        size = _ops.workspace_size(op, requests=requests, candidates=scores.shape[0])
+        workspace = torch.zeros(size, dtype=torch.uint8, device=device)
     _ops.call(
-        op, backend, device, scores, parents, cu_candidates, num_nodes, sampled, selected, parents_out, cu_nodes, flags
-    )
+        op, backend, device, scores, parents, cu_candidates, num_nodes, sampled, workspace,
+        selected, parents_out, cu_nodes, flags,
+    )  # fmt: skip
     return RerankedTree(selected, parents_out, cu_nodes, flags)

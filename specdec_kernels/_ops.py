@@ -39,7 +39,7 @@ SCHEMAS: dict[str, str] = {
     "expand_tree": "(Tensor scores, Tensor child_log_probs, int k, "
     "Tensor(a!) child_scores, Tensor(b!) beam, Tensor(c!) beam_scores) -> ()",
     "rerank_tree": "(Tensor scores, Tensor parents, Tensor cu_candidates, Tensor num_nodes, bool sampled, "
-    "Tensor(a!) selected, Tensor(b!) parents_out, Tensor(c!) cu_nodes, Tensor(d!) flags) -> ()",
+    "Tensor(a!)? workspace, Tensor(b!) selected, Tensor(c!) parents_out, Tensor(d!) cu_nodes, Tensor(e!) flags) -> ()",
     "pack_mask": "(Tensor mask, Tensor(a!) words) -> ()",
     "unpack_mask": "(Tensor words, Tensor(a!) mask) -> ()",
     "tree_from_mask": "(Tensor tree_mask, Tensor cu_nodes, int max_nodes, Tensor(a!) parents) -> ()",

@@ -31,6 +31,10 @@ SPECDEC_HD bool score_present(float score) {
   return score > -INFINITY;
 }
 
+SPECDEC_HD float present_or_none(float score) {
+  return score > -INFINITY ? score : -INFINITY;
+}
+
 // Ascending keys: higher rank, then smaller depth, then smaller index.
 SPECDEC_HD uint64_t candidate_key(float rank, int32_t depth, int32_t index) {
   const uint32_t place = (static_cast<uint32_t>(depth < 4095 ? depth : 4095) << 20) | static_cast<uint32_t>(index);

@@ -5,8 +5,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "common/check.h"
-#include "tree/rerank.h"
+#include "tree/args.h"
 
 namespace specdec {
 namespace {
@@ -15,45 +14,50 @@ int64_t grain(int64_t items) {
   return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, items));
 }
 
+constexpr int32_t kInsertion = 32;  // beams up to this wide are kept sorted by insertion
+
+// The best `k` of a row of scores by insertion, best first: most scores fall to the first comparison. A later score
+// passes only if it is greater, so ties stay with the earlier.
+void best_by_insertion(const float* row, int32_t count, int32_t k, float* best, int32_t* chosen) {
+  for (int32_t i = 0; i < k; i++) best[i] = -INFINITY, chosen[i] = -1;
+  for (int32_t i = 0; i < count; i++) {
+    const float score = row[i];
+    if (!(score > best[k - 1])) continue;
+    int32_t at = k - 1;
+    for (; at > 0 && score > best[at - 1]; at--) best[at] = best[at - 1], chosen[at] = chosen[at - 1];
+    best[at] = score;
+    chosen[at] = i;
+  }
+}
+
+void best_by_sorting(const float* row, int32_t count, int32_t k, float* best, int32_t* chosen) {
+  static thread_local std::vector<uint64_t> keys;
+  keys.clear();
+  for (int32_t i = 0; i < count; i++)
+    if (score_present(row[i])) keys.push_back(candidate_key(row[i], 0, i));
+  const size_t kept = std::min<size_t>(k, keys.size());
+  std::partial_sort(keys.begin(), keys.begin() + kept, keys.end());
+  for (int32_t i = 0; i < k; i++) {
+    chosen[i] = i < static_cast<int32_t>(kept) ? key_index(keys[i]) : -1;
+    best[i] = chosen[i] >= 0 ? row[chosen[i]] : -INFINITY;
+  }
+}
+
 void expand_tree_cpu(Tensor scores, Tensor child_log_probs, int64_t k, Tensor child_scores, Tensor beam,
                      Tensor beam_scores) {
-  const char* op = "expand_tree";
-  check_tensor(op, "scores", scores, ScalarType::Float, {kAny, kAny});
-  const int64_t requests = scores.size(0), parents = scores.size(1);
-  check_tensor(op, "child_log_probs", child_log_probs, ScalarType::Float, {requests, parents, kAny});
-  const int64_t ranks = child_log_probs.size(2), children = parents * ranks;
-  check_dense_rows(op, "scores", scores);
-  check_dense_rows(op, "child_log_probs", child_log_probs);
-  check_range(op, "k", k, 0, kMaxTreeNodes);
-  check_range(op, "children of a request", children, 0, kMaxCandidates - 1);
-  check_index(op, "child_scores", child_scores, {requests, children}, ScalarType::Float);
-  check_index(op, "beam", beam, {requests, k});
-  check_index(op, "beam_scores", beam_scores, {requests, k}, ScalarType::Float);
-
-  const float *above = data<float>(scores), *step = data<float>(child_log_probs);
-  float *sums = mutable_data<float>(child_scores), *best = mutable_data<float>(beam_scores);
-  int32_t* chosen = mutable_data<int32_t>(beam);
-  const int64_t above_stride = scores.stride(0), step_b = child_log_probs.stride(0), step_p = child_log_probs.stride(1);
-  torch::stable::parallel_for(0, requests, grain(children), [&](int64_t from, int64_t to) {
-    static thread_local std::vector<uint64_t> keys;
-    keys.resize(children);
+  const ExpandTreeArgs p = check_expand_tree(scores, child_log_probs, k, child_scores, beam, beam_scores);
+  const int32_t children = p.children();
+  const auto select = p.k <= kInsertion ? best_by_insertion : best_by_sorting;
+  torch::stable::parallel_for(0, p.num_requests, grain(children), [&](int64_t from, int64_t to) {
     for (int64_t b = from; b < to; b++) {
-      float* row = sums + b * children;
-      int64_t present = 0;
-      for (int64_t p = 0; p < parents; p++)
-        for (int64_t r = 0; r < ranks; r++) {
-          const int32_t index = static_cast<int32_t>(p * ranks + r);
-          const float sum = above[b * above_stride + p] + step[b * step_b + p * step_p + r];
-          row[index] = score_present(sum) ? sum : -INFINITY;
-          if (score_present(sum)) keys[present++] = candidate_key(sum, 0, index);
-        }
-      const int64_t kept = std::min(k, present);
-      std::partial_sort(keys.begin(), keys.begin() + kept, keys.begin() + present);
-      for (int64_t i = 0; i < k; i++) {
-        const int32_t index = i < kept ? key_index(keys[i]) : -1;
-        chosen[b * k + i] = index;
-        best[b * k + i] = index >= 0 ? row[index] : -INFINITY;
+      float* row = p.child_scores + b * children;
+      for (int32_t parent = 0; parent < p.num_parents; parent++) {
+        const float above = p.scores[b * p.stride_b + parent];
+        const float* step = p.log_probs + b * p.step_stride_b + parent * p.step_stride_p;
+        float* sums = row + int64_t{parent} * p.num_ranks;
+        for (int32_t rank = 0; rank < p.num_ranks; rank++) sums[rank] = present_or_none(above + step[rank]);
       }
+      if (p.k > 0) select(row, children, p.k, p.beam_scores + b * p.k, p.beam + b * p.k);
     }
   });
 }
@@ -80,23 +84,13 @@ void write_kept(uint64_t* keys, int32_t count, int32_t kept, const int32_t* pare
 }
 
 void rerank_tree_cpu(Tensor scores, Tensor parents, Tensor cu_candidates, Tensor num_nodes, bool sampled,
-                     Tensor selected, Tensor parents_out, Tensor cu_nodes, Tensor flags) {
-  const char* op = "rerank_tree";
-  const int64_t requests = num_nodes.numel(), candidates = scores.numel(), nodes = selected.numel();
-  check_index(op, "scores", scores, {kAny}, ScalarType::Float);
-  check_index(op, "parents", parents, {candidates});
-  check_index(op, "num_nodes", num_nodes, {kAny});
-  check_index(op, "cu_candidates", cu_candidates, {requests + 1});
-  check_index(op, "selected", selected, {kAny});
-  check_index(op, "parents_out", parents_out, {nodes});
-  check_index(op, "cu_nodes", cu_nodes, {requests + 1});
-  check_index(op, "flags", flags, {requests});
-
-  const float* score = data<float>(scores);
-  const int32_t *parent = data<int32_t>(parents), *cu_in = data<int32_t>(cu_candidates),
-                *wanted = data<int32_t>(num_nodes);
-  int32_t *chosen = mutable_data<int32_t>(selected), *above = mutable_data<int32_t>(parents_out),
-          *cu = mutable_data<int32_t>(cu_nodes), *flag = mutable_data<int32_t>(flags);
+                     std::optional<Tensor>, Tensor selected, Tensor parents_out, Tensor cu_nodes, Tensor flags) {
+  const RerankTreeArgs p =
+      check_rerank_tree(scores, parents, cu_candidates, num_nodes, sampled, selected, parents_out, cu_nodes, flags);
+  const int64_t requests = p.num_requests, candidates = p.total_candidates, nodes = p.total_nodes;
+  const float* score = p.scores;
+  const int32_t *parent = p.parents, *cu_in = p.cu_candidates, *wanted = p.num_nodes;
+  int32_t *chosen = p.selected, *above = p.parents_out, *cu = p.cu_nodes, *flag = p.flags;
   static thread_local Scratch own;
   Scratch& scratch = own;  // the workers must see this thread's arrays
   scratch.keys.resize(candidates);

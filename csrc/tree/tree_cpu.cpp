@@ -4,30 +4,10 @@
 
 #include <algorithm>
 
-#include "common/check.h"
-#include "tree/tree.h"
+#include "tree/args.h"
 
 namespace specdec {
 namespace {
-
-TreeRows rows_of(const Tensor& parents, const Tensor& tree_mask, const Tensor& depths, const Tensor& positions,
-                 const Tensor& first_child, const Tensor& next_sibling) {
-  return {mutable_data<int32_t>(parents),         mutable_data<int32_t>(tree_mask),
-          mutable_data<int32_t>(depths),          mutable_data<int32_t>(positions),
-          mutable_data<int32_t>(first_child),     mutable_data<int32_t>(next_sibling),
-          static_cast<int32_t>(tree_mask.size(1))};
-}
-
-void check_rows(const char* op, int64_t nodes, int64_t max_nodes, const Tensor& parents_out, const Tensor& tree_mask,
-                const Tensor& depths, const Tensor& positions, const Tensor& first_child, const Tensor& next_sibling) {
-  check_range(op, "max_nodes", max_nodes, 0, kMaxTreeNodes);
-  check_index(op, "parents_out", parents_out, {nodes});
-  check_index(op, "tree_mask", tree_mask, {nodes, mask_words(static_cast<int32_t>(max_nodes))});
-  check_index(op, "depths", depths, {nodes});
-  check_index(op, "positions", positions, {nodes});
-  check_index(op, "first_child", first_child, {nodes});
-  check_index(op, "next_sibling", next_sibling, {nodes});
-}
 
 // Requests a thread takes at once: a fork costs as much as some ten thousand words written.
 int64_t grain(int64_t requests, int64_t nodes, int64_t words) {
@@ -38,53 +18,35 @@ int64_t grain(int64_t requests, int64_t nodes, int64_t words) {
 void build_tree_cpu(Tensor parents, Tensor cu_nodes, Tensor context_lens, int64_t max_nodes, int64_t max_depth,
                     Tensor parents_out, Tensor tree_mask, Tensor depths, Tensor positions, Tensor first_child,
                     Tensor next_sibling, Tensor flags) {
-  const char* op = "build_tree";
-  const int64_t requests = context_lens.numel(), nodes = parents.numel();
-  check_index(op, "parents", parents, {kAny});
-  check_index(op, "context_lens", context_lens, {kAny});
-  check_index(op, "cu_nodes", cu_nodes, {requests + 1});
-  check_rows(op, nodes, max_nodes, parents_out, tree_mask, depths, positions, first_child, next_sibling);
-  check_range(op, "max_depth", max_depth, 0, kMaxTreeNodes);
-  check_index(op, "flags", flags, {requests});
-
-  const TreeRows out = rows_of(parents_out, tree_mask, depths, positions, first_child, next_sibling);
-  const int32_t *parent = data<int32_t>(parents), *cu = data<int32_t>(cu_nodes), *lens = data<int32_t>(context_lens);
-  int32_t* flag = mutable_data<int32_t>(flags);
-  torch::stable::parallel_for(0, requests, grain(requests, nodes, out.words), [&](int64_t from, int64_t to) {
+  const BuildTreeArgs p = check_build_tree(parents, cu_nodes, context_lens, max_nodes, max_depth, parents_out,
+                                           tree_mask, depths, positions, first_child, next_sibling, flags);
+  const int64_t requests = p.num_requests, nodes = p.total_nodes;
+  torch::stable::parallel_for(0, requests, grain(requests, nodes, p.out.words), [&](int64_t from, int64_t to) {
     for (int64_t b = from; b < to; b++) {
-      NodeRange range = node_range(cu, b, nodes);
-      flag[b] = build_request(parent + range.begin, range, lens[b], static_cast<int32_t>(max_nodes),
-                              static_cast<int32_t>(max_depth), out);
+      NodeRange range = node_range(p.cu_nodes, b, nodes);
+      p.flags[b] = build_request(p.parents + range.begin, range, p.context_lens[b], p.max_nodes, p.max_depth, p.out);
     }
   });
-  for (int64_t row = tail_begin(cu, requests, nodes); row < nodes; row++) write_inert_node(out, row);
+  for (int64_t row = tail_begin(p.cu_nodes, requests, nodes); row < nodes; row++) write_inert_node(p.out, row);
 }
 
 void chain_tree_cpu(Tensor num_drafts, Tensor context_lens, int64_t max_nodes, Tensor parents_out, Tensor cu_nodes,
                     Tensor tree_mask, Tensor depths, Tensor positions, Tensor first_child, Tensor next_sibling,
                     Tensor flags) {
-  const char* op = "chain_tree";
-  const int64_t requests = num_drafts.numel(), nodes = parents_out.numel();
-  check_index(op, "num_drafts", num_drafts, {kAny});
-  check_index(op, "context_lens", context_lens, {requests});
-  check_index(op, "cu_nodes", cu_nodes, {requests + 1});
-  check_rows(op, nodes, max_nodes, parents_out, tree_mask, depths, positions, first_child, next_sibling);
-  check_index(op, "flags", flags, {requests});
-
-  const TreeRows out = rows_of(parents_out, tree_mask, depths, positions, first_child, next_sibling);
-  const int32_t *drafts = data<int32_t>(num_drafts), *lens = data<int32_t>(context_lens);
-  int32_t *cu = mutable_data<int32_t>(cu_nodes), *flag = mutable_data<int32_t>(flags);
+  const ChainTreeArgs p = check_chain_tree(num_drafts, context_lens, max_nodes, parents_out, cu_nodes, tree_mask,
+                                           depths, positions, first_child, next_sibling, flags);
   int64_t row = 0;
-  for (int64_t b = 0; b < requests; b++) {
-    cu[b] = static_cast<int32_t>(row);
-    ChainSize size = chain_size(drafts[b], lens[b], static_cast<int32_t>(max_nodes), nodes - row);
-    flag[b] = size.flags;
-    if (size.flags && size.count) write_root(out, row, std::max(lens[b], 0));
-    for (int32_t i = 0; !size.flags && i < size.count; i++) write_chain_node(out, row + i, i, size.count, lens[b]);
+  for (int32_t b = 0; b < p.num_requests; b++) {
+    p.cu_nodes[b] = static_cast<int32_t>(row);
+    const int32_t length = p.context_lens[b];
+    const ChainSize size = chain_size(p.num_drafts[b], length, p.max_nodes, p.total_nodes - row);
+    p.flags[b] = size.flags;
+    if (size.flags && size.count) write_root(p.out, row, std::max(length, 0));
+    for (int32_t i = 0; !size.flags && i < size.count; i++) write_chain_node(p.out, row + i, i, size.count, length);
     row += size.count;
   }
-  cu[requests] = static_cast<int32_t>(row);
-  for (; row < nodes; row++) write_inert_node(out, row);
+  p.cu_nodes[p.num_requests] = static_cast<int32_t>(row);
+  for (; row < p.total_nodes; row++) write_inert_node(p.out, row);
 }
 
 }  // namespace

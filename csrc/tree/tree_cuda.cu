@@ -18,19 +18,9 @@
 #include "common/launch.cuh"
 #include "common/planted.h"
 #include "common/reduce.cuh"
-#include "tree/tree.h"
+#include "tree/args.h"
 
 namespace specdec {
-
-struct BuildTreeParams {
-  const int32_t* parents;       // [N]
-  const int32_t* cu_nodes;      // [B + 1]
-  const int32_t* context_lens;  // [B]
-  int32_t* flags;               // [B]
-  TreeRows out;                 // [N], mask [N, words]
-  int64_t total_nodes;
-  int32_t num_requests, max_nodes, max_depth;
-};
 
 constexpr int kBuildThreads = 64;
 
@@ -113,7 +103,7 @@ __device__ __forceinline__ void write_tail(const TreeRows& out, int64_t from, in
 }
 
 // Grid: num_requests blocks, and one for the rows behind the batch.
-__global__ void __launch_bounds__(kBuildThreads) build_tree_kernel(const BuildTreeParams p) {
+__global__ void __launch_bounds__(kBuildThreads) build_tree_kernel(const BuildTreeArgs p) {
   SPECDEC_DYNAMIC_SHARED(int32_t, shared);
   SPECDEC_SHARED(int32_t, deepest, 1);
   const int32_t b = blockIdx.x, thread = threadIdx.x;
@@ -157,21 +147,11 @@ __global__ void __launch_bounds__(kBuildThreads) build_tree_kernel(const BuildTr
   if (thread == 0) p.flags[b] = flags;
 }
 
-struct ChainTreeParams {
-  const int32_t* num_drafts;    // [B]
-  const int32_t* context_lens;  // [B]
-  int32_t* cu_nodes;            // [B + 1]
-  int32_t* flags;               // [B]
-  TreeRows out;
-  int64_t total_nodes;
-  int32_t num_requests, max_nodes;
-};
-
 constexpr int kChainThreads = 128;
 
 // First row of request b. As long as everything fits it is the sum of the sizes before it; only behind a request that
 // did not fit does a size depend on the rows left, and then one thread counts.
-__device__ __forceinline__ int64_t chain_begin(const ChainTreeParams& p, int32_t b, int64_t* scratch) {
+__device__ __forceinline__ int64_t chain_begin(const ChainTreeArgs& p, int32_t b, int64_t* scratch) {
   int64_t mine = 0;
   for (int32_t j = threadIdx.x; j < b; j += kChainThreads)
     mine += chain_size(p.num_drafts[j], p.context_lens[j], p.max_nodes, p.total_nodes).count;
@@ -188,7 +168,7 @@ __device__ __forceinline__ int64_t chain_begin(const ChainTreeParams& p, int32_t
 }
 
 // Grid: num_requests blocks, and one for cu_nodes[B] and the rows behind the batch.
-__global__ void __launch_bounds__(kChainThreads) chain_tree_kernel(const ChainTreeParams p) {
+__global__ void __launch_bounds__(kChainThreads) chain_tree_kernel(const ChainTreeArgs p) {
   SPECDEC_SHARED(int64_t, scratch, kChainThreads / 32);
   const int32_t b = blockIdx.x;
   const int64_t begin = chain_begin(p, b, scratch);
@@ -209,79 +189,26 @@ __global__ void __launch_bounds__(kChainThreads) chain_tree_kernel(const ChainTr
 }
 
 // ------------------------------------------------------------------ host
-static TreeRows rows_of(const Tensor& parents, const Tensor& tree_mask, const Tensor& depths, const Tensor& positions,
-                        const Tensor& first_child, const Tensor& next_sibling) {
-  return {mutable_data<int32_t>(parents),         mutable_data<int32_t>(tree_mask),
-          mutable_data<int32_t>(depths),          mutable_data<int32_t>(positions),
-          mutable_data<int32_t>(first_child),     mutable_data<int32_t>(next_sibling),
-          static_cast<int32_t>(tree_mask.size(1))};
-}
-
-static void check_rows(const char* op, int64_t nodes, int64_t max_nodes, const Tensor& parents_out,
-                       const Tensor& tree_mask, const Tensor& depths, const Tensor& positions,
-                       const Tensor& first_child, const Tensor& next_sibling) {
-  check_range(op, "max_nodes", max_nodes, 0, kMaxTreeNodes);
-  check_index(op, "parents_out", parents_out, {nodes});
-  check_index(op, "tree_mask", tree_mask, {nodes, mask_words(static_cast<int32_t>(max_nodes))});
-  check_index(op, "depths", depths, {nodes});
-  check_index(op, "positions", positions, {nodes});
-  check_index(op, "first_child", first_child, {nodes});
-  check_index(op, "next_sibling", next_sibling, {nodes});
-}
-
 void build_tree_cuda(Tensor parents, Tensor cu_nodes, Tensor context_lens, int64_t max_nodes, int64_t max_depth,
                      Tensor parents_out, Tensor tree_mask, Tensor depths, Tensor positions, Tensor first_child,
                      Tensor next_sibling, Tensor flags) {
-  const char* op = "build_tree";
-  const int64_t requests = context_lens.numel(), nodes = parents.numel();
-  check_index(op, "parents", parents, {kAny});
-  check_index(op, "context_lens", context_lens, {kAny});
-  check_index(op, "cu_nodes", cu_nodes, {requests + 1});
-  check_rows(op, nodes, max_nodes, parents_out, tree_mask, depths, positions, first_child, next_sibling);
-  check_range(op, "max_depth", max_depth, 0, kMaxTreeNodes);
-  check_index(op, "flags", flags, {requests});
-
-  BuildTreeParams p = {};
-  p.parents = data<int32_t>(parents);
-  p.cu_nodes = data<int32_t>(cu_nodes);
-  p.context_lens = data<int32_t>(context_lens);
-  p.flags = mutable_data<int32_t>(flags);
-  p.out = rows_of(parents_out, tree_mask, depths, positions, first_child, next_sibling);
-  p.total_nodes = nodes;
-  p.num_requests = static_cast<int32_t>(requests);
-  p.max_nodes = static_cast<int32_t>(max_nodes);
-  p.max_depth = static_cast<int32_t>(max_depth);
+  const BuildTreeArgs p = check_build_tree(parents, cu_nodes, context_lens, max_nodes, max_depth, parents_out,
+                                           tree_mask, depths, positions, first_child, next_sibling, flags);
   DeviceGuard guard(parents);
   const size_t shared_bytes = 3 * sizeof(int32_t) * static_cast<size_t>(max_nodes);
-  SPECDEC_LAUNCH(build_tree_kernel, dim3(static_cast<unsigned>(requests) + 1), dim3(kBuildThreads), shared_bytes,
+  SPECDEC_LAUNCH(build_tree_kernel, dim3(p.num_requests + 1), dim3(kBuildThreads), shared_bytes,
                  current_stream(parents), p);
-  check_launch(op);
+  check_launch("build_tree");
 }
 
 void chain_tree_cuda(Tensor num_drafts, Tensor context_lens, int64_t max_nodes, Tensor parents_out, Tensor cu_nodes,
                      Tensor tree_mask, Tensor depths, Tensor positions, Tensor first_child, Tensor next_sibling,
                      Tensor flags) {
-  const char* op = "chain_tree";
-  const int64_t requests = num_drafts.numel(), nodes = parents_out.numel();
-  check_index(op, "num_drafts", num_drafts, {kAny});
-  check_index(op, "context_lens", context_lens, {requests});
-  check_index(op, "cu_nodes", cu_nodes, {requests + 1});
-  check_rows(op, nodes, max_nodes, parents_out, tree_mask, depths, positions, first_child, next_sibling);
-  check_index(op, "flags", flags, {requests});
-
-  ChainTreeParams p = {};
-  p.num_drafts = data<int32_t>(num_drafts);
-  p.context_lens = data<int32_t>(context_lens);
-  p.cu_nodes = mutable_data<int32_t>(cu_nodes);
-  p.flags = mutable_data<int32_t>(flags);
-  p.out = rows_of(parents_out, tree_mask, depths, positions, first_child, next_sibling);
-  p.total_nodes = nodes;
-  p.num_requests = static_cast<int32_t>(requests);
-  p.max_nodes = static_cast<int32_t>(max_nodes);
+  const ChainTreeArgs p = check_chain_tree(num_drafts, context_lens, max_nodes, parents_out, cu_nodes, tree_mask,
+                                           depths, positions, first_child, next_sibling, flags);
   DeviceGuard guard(num_drafts);
-  SPECDEC_LAUNCH(chain_tree_kernel, dim3(static_cast<unsigned>(requests) + 1), dim3(kChainThreads), 0,
-                 current_stream(num_drafts), p);
-  check_launch(op);
+  SPECDEC_LAUNCH(chain_tree_kernel, dim3(p.num_requests + 1), dim3(kChainThreads), 0, current_stream(num_drafts), p);
+  check_launch("chain_tree");
 }
 
 }  // namespace specdec
