@@ -1,4 +1,4 @@
-// draft_topk and draft_sample: what a drafter proposes after one node, from one row of its logits.
+// draft_sample: what a drafter draws after one node, from one row of its logits.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -47,33 +47,6 @@ void check_outputs(const char* op, int64_t rows, int64_t k, const Tensor& token_
 float law_lse(const RowLaw& law) {
   if (law.is_empty) return -__builtin_huge_valf();
   return static_cast<float>(static_cast<double>(law.max) * law.tau + law.log_mass);
-}
-
-void draft_topk_cpu(const Tensor& logits, const std::optional<Tensor>& d2t, int64_t k, double temperature,
-                    int64_t vocab_size, const Tensor& token_ids, const Tensor& log_probs, const Tensor& lse) {
-  constexpr char op[] = "draft_topk";
-  DraftRows draft = make_draft_rows(op, logits, d2t, vocab_size);
-  int64_t R = draft.rows.num_rows;
-  check_outputs(op, R, k, token_ids, log_probs, lse);
-  if (!(temperature > kGreedyTemperature)) fail(op, "temperature", "a value above 1e-5, got ", temperature);
-  int32_t* ids_out = mutable_data<int32_t>(token_ids);
-  float *logs_out = mutable_data<float>(log_probs), *lse_out = mutable_data<float>(lse);
-  torch::stable::parallel_for(0, R, 1, [&](int64_t begin, int64_t end) {
-    Scratch& work = scratch();
-    for (int64_t r = begin; r < end; r++) {
-      Row row = draft.rows.row(r);
-      int32_t count = static_cast<int32_t>(std::min<int64_t>(k, row.size));
-      RowLaw law = row_law_and_largest(row, static_cast<float>(temperature), count, work);
-      lse_out[r] = law_lse(law);
-      for (int64_t i = 0; i < k; i++) {
-        bool found = i < static_cast<int64_t>(work.candidates.size()) && !law.is_empty;
-        ids_out[r * k + i] = found ? draft.target_id(work.candidates[i].second) : -1;
-        logs_out[r * k + i] =
-            found ? static_cast<float>(law.log_prob(work.candidates[i].first, work.candidates[i].second))
-                  : -__builtin_huge_valf();
-      }
-    }
-  });
 }
 
 // Gumbel top-k: the k largest perturbed scores in descending order are k draws without replacement.
@@ -164,6 +137,5 @@ void draft_sample_cpu(const Tensor& logits, const Tensor& temperature, const std
 }  // namespace specdec
 
 STABLE_TORCH_LIBRARY_IMPL(specdec, CPU, m) {
-  m.impl("draft_topk", TORCH_BOX(&specdec::draft_topk_cpu));
   m.impl("draft_sample", TORCH_BOX(&specdec::draft_sample_cpu));
 }

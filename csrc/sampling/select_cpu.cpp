@@ -217,31 +217,6 @@ void keep_largest(int32_t k, Scratch& work) {
 
 }  // namespace
 
-RowLaw row_law_and_largest(Row row, float temperature, int32_t k, Scratch& work) {
-  FilterParams params;
-  params.temperature = temperature;
-  RowLaw law = row_law(row, params, work, false, true);
-  if (law.is_empty) return law;
-  row.is_clean = law.is_clean();
-  float bound = bound_of_largest(k, work), unused = 0.0f;
-  bool fits = true;
-  clear_list(work);
-  for_kept_tiles(row, law, work, [&](int32_t base, int32_t n) {
-    law.mass += row_kernels().mass(work.tile, n, law.max, law.tau, kLowest, &unused);
-    if (fits) fits = append_range(base, n, bound, kInfLogit, work);
-  });
-  law.log_mass = log(static_cast<double>(law.mass) / kMassScale);
-  if (!fits) {  // more ties than the list holds: the kept set of top-k is k long
-    RowLaw kept = law;
-    select_by_bins(row, kept, Budget{false, static_cast<uint64_t>(k)}, 1.0f, work);
-    clear_list(work);
-    for_kept_tiles(row, kept, work,
-                   [&](int32_t base, int32_t n) { append_range(base, n, -kInfLogit, kInfLogit, work); });
-  }
-  keep_largest(k, work);
-  return law;
-}
-
 void select_kept(Row row, int32_t top_k, float top_p, float lowest, RowLaw& law, Scratch& work) {
   row.is_clean = law.is_clean();
   if (top_k > 0 && list_range(row, law, bound_of_largest(top_k, work), kInfLogit, work)) {

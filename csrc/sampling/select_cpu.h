@@ -7,7 +7,4 @@ namespace specdec {
 // Sets law.threshold, law.last_tie and law.mass. `top_k` 0 and `top_p` 1 are off; `lowest` is min-p's scaled distance.
 void select_kept(Row row, int32_t top_k, float top_p, float lowest, RowLaw& law, Scratch& work);
 
-// The unfiltered law at `temperature` and the row's k largest logits, sorted, in work.candidates.
-RowLaw row_law_and_largest(Row row, float temperature, int32_t k, Scratch& work);
-
 }  // namespace specdec
