@@ -150,6 +150,9 @@ def compare(
 
     schema = getattr(torch.ops.specdec, op).default._schema
     on_gpu, on_cpu = _to(arguments, device), _to(arguments, "cpu")
+    for i, argument in enumerate(schema.arguments):  # the CPU op needs no workspace, so the sample call has none
+        if argument.name == "workspace" and on_gpu[i] is None:
+            on_gpu[i] = torch.zeros(1 << 22, dtype=torch.uint8, device=device)
     try:
         if stream is not None:
             torch.cuda.synchronize()
@@ -165,7 +168,7 @@ def compare(
     _ops.call(op, "native", torch.device("cpu"), *on_cpu)
     worst, wrong = 0.0, []
     for argument, gpu, cpu in zip(schema.arguments, on_gpu, on_cpu):
-        if argument.alias_info is None or not argument.alias_info.is_write or gpu is None:
+        if argument.alias_info is None or not argument.alias_info.is_write or cpu is None:
             continue
         for one, other in zip(*((x if isinstance(x, list) else [x]) for x in (gpu, cpu))):
             same, error = _close(one, other)

@@ -63,6 +63,13 @@ def split_call() -> Call:
     return attention_call(2)
 
 
+def rerank_call() -> Call:
+    """Three requests: the block that comes last reads what the others have listed."""
+    workspace = torch.zeros(_ops.workspace_size("rerank_tree", requests=3, candidates=12), dtype=torch.uint8)
+    inputs = [-torch.arange(12.0) % 4, ints([-1, 0, 0, 1] * 3), ints([0, 4, 8, 12]), ints([3, 2, 4]), False, workspace]
+    return "rerank_tree", [*inputs, *(poisoned(n, dtype=torch.int32) for n in (9, 9, 4, 3))]
+
+
 @dataclass(frozen=True)
 class Planted:
     name: str
@@ -103,6 +110,8 @@ BUGS = [
     Planted("wrong_ldmatrix_address", 13, attention_call, "result"),
     Planted("ticket_without_fence", 14, split_call, "report", r"race on global byte \d+ of 'workspace'.*of block \d+"),
     Planted("counter_not_reset", 15, split_call, "result"),
+    Planted("ticket_without_fence", 14, rerank_call, "report", r"race on global byte \d+ of 'workspace'.*of block \d+"),
+    Planted("counter_not_reset", 15, rerank_call, "result"),
     Planted("missing_wait", 17, attention_call, "report", r"before its wait|never waited for"),
     Planted("uninitialised_shared", 16, tree_call, "report", r"read of uninitialised shared memory.*tree_cuda"),
 ]

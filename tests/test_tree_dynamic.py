@@ -126,6 +126,62 @@ def test_rerank_is_best_first_growth(backend: Any):
     assert rerank_tree(*args, total_nodes=60, **backend.kwargs).selected.tolist() == sorted(kept)
 
 
+def test_rerank_of_many_candidates(backend: Any):
+    """More candidates than a block has threads and shared keys, three requests beside them, the last one cut."""
+    backend.require("rerank_tree")
+    if backend.name == "triton_interpret":
+        pytest.skip(f"outside the sizes of backend {backend.name}")
+    flat = lambda lists: list(itertools.chain.from_iterable(lists))  # noqa: E731
+    generator = torch.Generator().manual_seed(4)
+    counts, wanted = [1300, 1, 40, 300], [300, 5, 40, 290]
+    scores, parents = [], []
+    for count in counts:
+        own, above = [0.0], [-1]
+        for i in range(1, count):
+            above.append(int(torch.randint(i, (), generator=generator)))
+            own.append(own[above[-1]] - round(float(torch.rand((), generator=generator)), 1))  # many ties
+        scores.append(as_float32(own))
+        parents.append(above)
+    cu = [0, *itertools.accumulate(counts)]
+    kept = [ref.rerank_tree(s, p, n) for s, p, n in zip(scores, parents, wanted)]
+    room = sum(len(selected) for selected, _ in kept) - 30
+    kept[3] = ref.rerank_tree(scores[3], parents[3], wanted[3] - 30)
+    tensors = [torch.tensor(flat(scores), device=backend.device), ints(flat(parents), backend.device)]
+    tensors += [ints(cu, backend.device), ints(wanted, backend.device)]
+    got = rerank_tree(*tensors, total_nodes=room, **backend.kwargs)
+    assert got.selected.tolist() == flat(selected for selected, _ in kept)
+    assert got.parents.tolist() == flat(links for _, links in kept)
+    assert got.flags.tolist() == [0, 0, 0, _ops.Flag.INDEX]
+
+
+def test_rerank_leaves_its_workspace_zeroed(backend: Any):
+    """Called twice on one workspace: the same result, and nothing left in it."""
+    backend.require("rerank_tree")
+    size = _ops.workspace_size("rerank_tree", requests=2, candidates=9)
+    workspace = torch.zeros(size, dtype=torch.uint8, device=backend.device)
+    scores = torch.tensor([0.0, -1, -2, -1, 0.0, -1, -3, -2, -2], device=backend.device)
+    args = [ints(x, backend.device) for x in ([-1, 0, 0, 1, -1, 0, 0, 1, 5], [0, 4, 9], [3, 4])]
+    for sampled in (False, False, True):
+        got = rerank_tree(scores, *args, total_nodes=6, sampled=sampled, workspace=workspace, **backend.kwargs)
+        assert got.selected.tolist() == ([0, 1, 3, 0, 1, 3] if not sampled else [0, 1, 2, 0, 1, 2])
+        assert got.flags.tolist() == [0, _ops.Flag.INDEX | _ops.Flag.TREE]
+        assert not workspace.any()  # the last block could not tell itself from others otherwise
+
+
+def test_expand_wider_than_a_block(backend: Any):
+    """300 children, most of them tied; a beam wider than what is kept sorted by insertion."""
+    backend.require("expand_tree")
+    generator = torch.Generator().manual_seed(5)
+    scores = torch.randint(-3, 1, (1, 12), generator=generator).float()
+    steps = torch.randint(-3, 1, (1, 12, 25), generator=generator).float()
+    for k in (5, 40):
+        got = expand_tree(scores.to(backend.device), steps.to(backend.device), k, **backend.kwargs)
+        sums, best = ref.expand_tree(scores[0].tolist(), steps[0].tolist(), k)
+        assert got.child_scores[0].tolist() == sums
+        assert got.beam[0].tolist() == best
+        assert got.beam_scores[0].tolist() == [sums[i] for i in best]
+
+
 def test_rerank_faults_stay_in_their_request(backend: Any):
     backend.require("rerank_tree")
     scores = torch.tensor([0.0, -1, -2, 0.0, -1, -2], device=backend.device)
@@ -221,6 +277,8 @@ def wanted_law() -> dict[tuple[int, ...], Fraction]:
 @pytest.mark.parametrize(("num_nodes", "depth"), [*((n, 1) for n in (1, 2, 3)), *((n, 2) for n in range(1, 8))])
 def test_pruning_drawn_siblings_is_lossless(backend: Any, num_nodes: int, depth: int):
     backend.require("rerank_tree")
+    if depth == 2 and backend.name == "triton_interpret":  # 216 requests
+        pytest.skip(f"outside the sizes of backend {backend.name}")
     assert pruned_law(num_nodes, True, depth, backend) == wanted_law()
 
 
@@ -230,7 +288,7 @@ def test_naive_reranking_of_drawn_siblings_is_biased(backend: Any):
     law = pruned_law(2, False, 1, backend)  # of two draws, keep the likelier
     first = [float(sum(law[a, b] for b in range(3))) for a in range(3)]
     assert first == pytest.approx([0.308, 0.384, 0.308], abs=5e-4)
-    for num_nodes, depth in ((2, 1), (3, 2), (4, 2), (5, 2)):
+    for num_nodes, depth in ((2, 1), (3, 2), (4, 2), (5, 2)) if backend.name != "triton_interpret" else ((2, 1),):
         law = pruned_law(num_nodes, False, depth, backend)
         distance = sum(abs(law.get(t, Fraction(0)) - p) for t, p in wanted_law().items()) / 2
         assert distance > Fraction(2, 100), (num_nodes, float(distance))

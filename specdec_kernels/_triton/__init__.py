@@ -7,6 +7,24 @@ from typing import Any
 OPS: dict[str, str] = {
     "build_tree": "tree",
     "chain_tree": "tree",
+    "expand_tree": "dynamic_tree",
+    "rerank_tree": "dynamic_tree",
+    "pack_mask": "tree_mask",
+    "unpack_mask": "tree_mask",
+    "tree_from_mask": "tree_mask",
+    "plan_buckets": "batching",
+    "pack_rows": "batching",
+    "unpack_rows": "batching",
+    "padding_stats": "batching",
+    "draft_topk": "draft_topk",
+    "write_kv": "kv_write",
+    "slot_mapping": "kv_write",
+    "commit_kv": "kv",
+    "advance": "kv",
+    "copy_pages": "kv",
+    "truncate": "kv",
+    "gather_accepted": "kv",
+    "prepare_next": "kv",
 }
 
 _loaded: dict[str, Any] = {}  # keeps each Library alive: it unregisters when collected
