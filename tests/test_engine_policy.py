@@ -84,10 +84,13 @@ def test_forgotten_rows_are_reused_and_empty():
     table = AcceptanceTable(2)
     for turn in range(50):
         ids = list(range(100 * turn, 100 * turn + 20))
+        table.estimate(ids)
         table.record(ids, np.full(20, 2), np.zeros(20, np.int64))
         for key in ids:
             table.forget(key)
+        table.record(ids, np.full(20, 1), np.ones(20, np.int64))  # over by now: no row comes back
     assert len(table) == 0
+    assert table.pool_reached[1] > table.pool_accepted[1] > 0
     table.forget(12345)
     fresh = AcceptanceTable(2)
     fresh.pool_reached, fresh.pool_accepted = table.pool_reached, table.pool_accepted

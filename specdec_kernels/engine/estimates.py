@@ -82,12 +82,19 @@ class AcceptanceTable:
         return (raw * correction).clip(_LEAST, _MOST)
 
     def record(self, ids: Sequence[int], accepted: np.ndarray, rejected: np.ndarray) -> None:
-        """One step: `accepted` leading drafts of each request (int [n]); whether the next one was tried and refused."""
+        """One step: `accepted` leading drafts of each request (int [n]); whether the next one was tried and refused.
+        Requests that are over by now still count for all together."""
         if not len(ids):
             return
-        rows, place = self.rows(ids), np.arange(self.depth)
+        place = np.arange(self.depth)
         reached = (place < (accepted + rejected)[:, None]).astype(np.float64)
         taken = (place < accepted[:, None]).astype(np.float64)
+        self.pool_reached += reached.sum(0)
+        self.pool_accepted += taken.sum(0)
+        _fade(self.pool_reached, self.pool_accepted, 1000.0)
+        known = np.fromiter((key in self._row for key in ids), bool, len(ids))
+        reached, taken = reached[known], taken[known]
+        rows = self.rows([key for key in ids if key in self._row])
         tried = reached.any(1)
         self._reached[rows[tried]] *= self._keep
         self._accepted[rows[tried]] *= self._keep
@@ -97,9 +104,6 @@ class AcceptanceTable:
         self._predicted += shown.sum(0)
         self._realised += np.where(shown > 0, taken, 0.0).sum(0)
         _fade(self._predicted, self._realised, 200.0)
-        self.pool_reached += reached.sum(0)
-        self.pool_accepted += taken.sum(0)
-        _fade(self.pool_reached, self.pool_accepted, 1000.0)
 
 
 def _fade(count: np.ndarray, other: np.ndarray, limit: float) -> None:

@@ -45,6 +45,7 @@ class Scheduler:
         self.cache, self.copy_page = cache, copy_page
         self.waiting: deque[RequestState] = deque()
         self.running: list[RequestState] = []
+        self._preempted: set[int] = set()  # in this step, by id: `in self.running` would be quadratic in the batch
         arena.reclaim = self._reclaim
 
     # ---- a step
@@ -55,8 +56,9 @@ class Scheduler:
         budget = self.max_step_tokens
         decoding: list[RequestState] = []
         chunks: list[Chunk] = []
+        self._preempted.clear()
         for state in list(self.running):
-            if state not in self.running:  # pre-empted by an older one
+            if state.id in self._preempted:  # by an older one
                 continue
             size = min(len(state.tokens) - state.context_len, 1 if state.decoding else max(budget, 0))
             if size == 0 or not self._hold(state, state.context_len + size):
@@ -66,6 +68,9 @@ class Scheduler:
             else:
                 chunks.append(Chunk(state, size, state.context_len + size == len(state.tokens)))
             budget -= size
+        # A later request may have pre-empted one that was planned before it.
+        decoding = [state for state in decoding if state.id not in self._preempted]
+        chunks = [chunk for chunk in chunks if chunk.state.id not in self._preempted]
         for state in list(self.waiting):
             if budget <= 0 or len(self.running) >= self.max_batch:
                 break
@@ -78,9 +83,6 @@ class Scheduler:
                 raise RuntimeError("Scheduler: pages that were there are gone")
             chunks.append(Chunk(state, size, state.context_len + size == len(state.tokens)))
             budget -= size
-        # A later request may have pre-empted one that was planned before it.
-        decoding = [state for state in decoding if state in self.running]
-        chunks = [chunk for chunk in chunks if chunk.state in self.running]
         share = max(0, budget) // max(1, len(decoding))
         prefill = PrefillLoad(sum(chunk.num_tokens for chunk in chunks))
         wanted = policy.choose_budgets([self._view(state, share) for state in decoding], prefill)
@@ -191,6 +193,7 @@ class Scheduler:
     def _preempt(self, state: RequestState) -> None:
         self._release(state)
         self.running.remove(state)
+        self._preempted.add(state.id)
         self.waiting.appendleft(state)
         self.metrics.preemptions += 1
 

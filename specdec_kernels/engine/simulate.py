@@ -271,7 +271,7 @@ class _Run:
             state.context_len += size - last
             if last:
                 self._emit(state, 1)
-        scheduler.trim(scheduler.running)
+        scheduler.settle(scheduler.running)
         requests = len(plan.decoding) + len(plan.chunks)
         timing = StepTiming(slots + rows, requests, sum(contexts) + chunk_context, levels, drafts, seconds, drafting)
         self.policy.record(outcomes, timing)
