@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 ARCHS  ?= 8.0;9.0a
+JOBS   ?= 2
 CPP    := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' 'tests/*.cpp' 2>/dev/null)
 
 .PHONY: demo test test-long bench lint format clean setup build venv-vllm
@@ -26,10 +27,10 @@ demo: build
 	$(PY) -m specdec_kernels demo
 
 test: build
-	$(PY) -m pytest
+	$(PY) -m pytest -n $(JOBS) --dist worksteal
 
 test-long: build
-	$(PY) -m pytest --long
+	$(PY) -m pytest --long -n $(JOBS) --dist worksteal
 
 bench: build
 	$(PY) -m benchmarks.run --quick

@@ -6,9 +6,9 @@ a share of the time; every result is a JSONL row written at once, so a machine t
     environment    torch, driver, device, which ops libraries loaded
     correctness    every op that has a CUDA or Triton kernel against the CPU op, on its sample calls    (2 min)
     placement      the same on a side stream, and on a second device while the first is current          (30 s)
-    timings        attention and verify: the benchmark families' quick runs                              (2.5 min)
+    timings        attention and verify against torch on the same device (gpu_timings.py)                (2.5 min)
     sanitizer      compute-sanitizer memcheck and racecheck on small shapes, where the tool is           (2 min)
-    engine         one generation with random weights in SmolLM2's shape
+    engine         decoding by the engine, plain and with n-gram drafts, random weights in SmolLM2's shape
 
 On a machine without a GPU every stage that needs one says so and the script runs to its end.
 """
@@ -25,7 +25,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,14 +189,35 @@ def _subprocess(log: Log, stage: str, command: list[str], seconds: float, **row:
     log.write(stage, seconds=round(time.monotonic() - begin, 1), **row)
 
 
+def missing_kernels(device: str, ops: Sequence[str]) -> list[str]:
+    """Those of `ops` that nothing serves on this device."""
+    from specdec_kernels import _ops
+
+    return [op for op in ops if not any(_ops.supports(op, backend, device) for backend in ("native", "triton"))]
+
+
 def timings(log: Log, deadline: float) -> None:
     need_gpu()
-    for family in ("attention", "sampling"):
-        if importlib.util.find_spec(f"benchmarks.bench_{family}") is None:
-            log.write("timings", family=family, skipped="no benchmark of this family")
+    from benchmarks import gpu_timings
+
+    bandwidth = gpu_timings.copy_bandwidth("cuda")
+    log.write("timings", copy_bandwidth_gb_s=round(bandwidth / 1e9))
+    families = (
+        ("tree_attention", gpu_timings.ATTENTION, partial(gpu_timings.attention, bandwidth=bandwidth)),
+        ("verify", gpu_timings.VERIFY, gpu_timings.verification),
+    )
+    for op, shapes, run in families:
+        if missing_kernels("cuda", [op]):
+            log.write("timings", op=op, skipped=f"no CUDA or Triton kernel of {op} in this build")
             continue
-        command = [sys.executable, "-m", f"benchmarks.bench_{family}"]
-        _subprocess(log, "timings", command, (deadline - time.monotonic()) / 2, family=family)
+        for shape in shapes:
+            if time.monotonic() > deadline:
+                raise Skip("out of time; the shapes above were measured")
+            try:
+                for row in run("cuda", shape, dtype=torch.bfloat16):
+                    log.write("timings", op=op, **row)
+            except Exception as error:  # the other shapes may still be worth their time
+                log.write("timings", op=op, shape=shape, error=f"{type(error).__name__}: {error}"[:400])
 
 
 def sanitizer(log: Log, deadline: float) -> None:
@@ -210,26 +232,43 @@ def sanitizer(log: Log, deadline: float) -> None:
         )
 
 
-def engine(log: Log, deadline: float) -> None:
-    """Random weights in SmolLM2-135M's shape: the real weights are larger than what can be carried."""
-    if importlib.util.find_spec("transformers") is None:
-        raise Skip("no transformers")
-    from transformers import LlamaConfig, LlamaForCausalLM
+ENGINE_OPS = ("build_tree", "chain_tree", "slot_mapping", "write_kv", "tree_attention", "verify", "commit_kv")
 
-    config = LlamaConfig(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-                         num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True)  # fmt: skip
+
+def engine(log: Log, deadline: float) -> None:
+    """Greedy decoding, plain and with n-gram drafts, by the engine on random weights in SmolLM2-135M's shape.
+
+    The real weights are larger than what can be carried. What such a model writes soon repeats itself, so the
+    acceptance says nothing about models; the times per step do.
+    """
+    from benchmarks.random_llama import RandomLlama, Shape
+    from specdec_kernels.engine import Engine, EngineConfig
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(device, torch.bfloat16).eval()
-    if importlib.util.find_spec("specdec_kernels.engine") is None:
-        raise Skip("the engine room is not in this build")
-    prompt = torch.randint(0, config.vocab_size, (1, 64), device=device)
-    begin = time.monotonic()
-    with torch.inference_mode():
-        model(prompt)
-    log.write(
-        "engine", device=device, forward_seconds=round(time.monotonic() - begin, 4), parameters=model.num_parameters()
-    )
+    if missing := missing_kernels(device, ENGINE_OPS):
+        raise Skip(f"no kernel on {device} of: {', '.join(missing)}")
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = RandomLlama(Shape(), device, dtype)
+    generator = torch.Generator().manual_seed(1)
+    texts: dict[str, list[list[int]]] = {}
+    for requests in (1, 8) if device == "cuda" else (1,):
+        prompts = torch.randint(0, model.vocab_size, (requests, 64), generator=generator).tolist()
+        for drafter in ("none", "ngram"):
+            for warm in (True, False):
+                runner = Engine(model, drafter, EngineConfig(num_pages=256, num_drafts=15))
+                begin = time.monotonic()
+                results = runner.generate(prompts, max_tokens=8 if warm else 48)
+            seconds, metrics = time.monotonic() - begin, runner.metrics
+            texts[drafter] = [list(result.token_ids) for result in results]
+            tokens = sum(len(text) for text in texts[drafter])
+            log.write(
+                "engine", device=device, dtype=str(dtype), requests=requests, drafter=drafter, tokens=tokens,
+                seconds=round(seconds, 4), tokens_per_s=round(tokens / seconds, 1), forwards=metrics.forwards,
+                forward_s=round(metrics.forward_time_s, 4), step_s=round(metrics.step_time_s, 4),
+                same_text=texts[drafter] == texts["none"],
+            )  # fmt: skip
+            if time.monotonic() > deadline:
+                raise Skip("out of time; the arms above were run")
 
 
 STAGES: dict[str, Callable[[Log, float], None]] = {

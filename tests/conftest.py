@@ -6,6 +6,7 @@ import collections
 import json
 import os
 import re
+import zlib
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -23,6 +24,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the full-size suites as well")
     under_ci = os.environ.get("CI") == "true"
     parser.addoption("--check-skips", action="store_true", default=under_ci, help="hold skips to tests/skips.json")
+    parser.addoption("--emulated-variant", default="race", help="build of the emulated backend: race or asan")
+    parser.addoption("--ptx-arch", default="80", help="architecture of the ptx backend: 80 or 90a")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    cuda_on_cpu.choose(config.getoption("--emulated-variant"), config.getoption("--ptx-arch"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -43,8 +50,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Skips by reason against tests/skips.json: {pattern: [most, why]}; a reason that no pattern covers counts as 0."""
-    if not session.config.getoption("--check-skips"):
-        return
+    if not session.config.getoption("--check-skips") or hasattr(session.config, "workerinput"):
+        return  # with pytest-xdist the controller counts: every report passes through it
     allowed = json.loads(Path(__file__).with_name("skips.json").read_text())
     totals: collections.Counter[str] = collections.Counter()
     for reason, count in _skipped.items():
@@ -119,9 +126,11 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _seed(request: pytest.FixtureRequest) -> None:
+    """Every test starts from the same seeds, and with one or two threads by its name: results may depend on neither."""
     torch.manual_seed(0)
     np.random.seed(0)
+    torch.set_num_threads(1 + zlib.crc32(request.node.nodeid.encode()) % 2)
 
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:

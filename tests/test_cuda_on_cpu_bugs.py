@@ -15,6 +15,7 @@ import torch
 from specdec_kernels import _ops
 from tests import cuda_on_cpu
 from tests.conftest import poisoned
+from tests.cuda_on_cpu import build
 from tests.cuda_on_cpu.library import EmulationError, Library
 
 pytestmark = pytest.mark.skipif(cuda_on_cpu.missing("emulated") is not None, reason="no g++ or CUDA headers")
@@ -77,7 +78,7 @@ class Planted:
     call: Callable[[], Call]
     layer: str
     says: str = ""  # regular expression the report must match
-    path: str = "source"  # "ptx": the fault is in the text of an instruction, and only path B runs that
+    path: str = "source"  # "ptx": only path B sees it, by the result
 
 
 BUGS = [
@@ -113,13 +114,28 @@ BUGS = [
     Planted("ticket_without_fence", 14, rerank_call, "report", r"race on global byte \d+ of 'workspace'.*of block \d+"),
     Planted("counter_not_reset", 15, rerank_call, "result"),
     Planted("missing_wait", 17, attention_call, "report", r"before its wait|never waited for"),
+    Planted("shift_past_word", 18, tree_call, "result", path="ptx"),
     Planted("uninitialised_shared", 16, tree_call, "report", r"read of uninitialised shared memory.*tree_cuda"),
 ]
 
 
+# What path B runs in this library: one bug a file, compiled in by nvcc, and the kernel that the bug's call launches.
+ON_PATH_B = {
+    "attention_cuda": (12, "(mma_kernel|clear_tail_kernel).*BFloat16.*(Li1E|EvN)"),
+    "tree_cuda": (18, "build_tree"),
+}
+
+
 @pytest.fixture(scope="module")
 def planted() -> Library:
-    return cuda_on_cpu.library("planted")
+    ptx = ()
+    if cuda_on_cpu.missing("ptx") is None:
+        sources = {path.stem: path for path in build.cuda_sources()}
+        ptx = tuple(
+            build.Ptx(sources[stem], "80", (f"SPECDEC_PLANTED_BUG={number}",), entries)
+            for stem, (number, entries) in ON_PATH_B.items()
+        )
+    return cuda_on_cpu.library("planted", ptx=ptx)
 
 
 def results_of(op: str, arguments: list[object]) -> list[torch.Tensor]:
@@ -154,10 +170,13 @@ def test_planted_bug_is_caught(planted: Library, bug: Planted):
     if bug.path == "ptx":
         if cuda_on_cpu.missing("ptx"):
             pytest.skip("no nvcc")
-        library = cuda_on_cpu.library("race", "80", "attention", (f"SPECDEC_PLANTED_BUG={bug.number}",))
-        assert not wrong(library, bug.call), "the source model does not have this bug"
-        with library.configured(path="ptx"):
-            assert wrong(library, bug.call), f"{bug.name} survived"
+        planted.emulated_plant(bug.number)
+        try:
+            assert not wrong(planted, bug.call), "on path A the result does not tell"
+        finally:
+            planted.emulated_plant(0)
+        with planted.configured(path="ptx"):
+            assert wrong(planted, bug.call), f"{bug.name} survived"
         return
     planted.emulated_plant(bug.number)
     try:

@@ -19,7 +19,7 @@ needs_nvcc = pytest.mark.skipif(build.missing() is not None or build.nvcc() is N
 def intrinsics(request: pytest.FixtureRequest) -> Library:
     arch = request.param
     source = build.HERE / "kernels" / "intrinsics.cu"
-    return Library(build.emulated_library([source], f"specdec_intrinsics_sm{arch}", "race", arch))
+    return Library(build.emulated_library([source], f"specdec_intrinsics_sm{arch}", "race", [build.Ptx(source, arch)]))
 
 
 def run(

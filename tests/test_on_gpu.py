@@ -10,21 +10,52 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import on_gpu
+from benchmarks import gpu_timings, on_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
+# The machine is bare: torch with NumPy and Triton, nothing else.
+BARE = """
+import runpy, sys
+NAMES = "transformers pytest hypothesis scipy matplotlib rich gguf accelerate safetensors prometheus_client"
+for name in NAMES.split():
+    sys.modules[name] = None
+sys.argv[0] = "on_gpu"
+runpy.run_module("benchmarks.on_gpu", run_name="__main__")
+"""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: run the script itself")
-@pytest.mark.parametrize("stage", ["environment", "correctness", "placement", "timings", "sanitizer"])
+@pytest.mark.parametrize("stage", ["environment", "correctness", "placement", "timings", "sanitizer", "engine"])
 def test_runs_to_the_end_without_a_gpu(stage: str, tmp_path: Path):
-    command = [sys.executable, "-m", "benchmarks.on_gpu", "--out", str(tmp_path), "--only", stage]
+    command = [sys.executable, "-c", BARE, "--out", str(tmp_path), "--only", stage]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "on_gpu.jsonl").read_text().splitlines()]
-    expected = "done" if stage == "environment" else "skipped"
-    assert rows[-1]["status"] == expected
-    assert stage == "environment" or "no CUDA device" in rows[-1]["reason"]
+    assert rows[-1]["status"] == ("done" if stage in ("environment", "engine") else "skipped"), rows[-1]
+    if stage == "engine":
+        plain, drafted = rows[:2]
+        assert plain["same_text"] is drafted["same_text"] is True
+        assert plain["forwards"] == 48 > drafted["forwards"]
+    elif stage != "environment":
+        assert "no CUDA device" in rows[-1]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("measure", "shape"), [(gpu_timings.attention, (2, 40, 7)), (gpu_timings.verification, (3, 2, 500))]
+)
+def test_timings_run_on_this_device_too(measure, shape: tuple[int, int, int]):
+    more = {"bandwidth": gpu_timings.copy_bandwidth("cpu", 1)} if measure is gpu_timings.attention else {}
+    rows = list(measure("cpu", shape, dtype=torch.float32, **more))
+    assert rows[0]["provider"] == "ours"
+    assert len(rows) == 2
+    assert all(row["median_s"] > 0 for row in rows)
+
+
+def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch):
+    right = gpu_timings.sk.tree_attention
+    monkeypatch.setattr(gpu_timings.sk, "tree_attention", lambda *a, **k: right(*a, **k) + 1)
+    with pytest.raises(AssertionError, match="differs from torch"):
+        list(gpu_timings.attention("cpu", (1, 20, 3), torch.float32, 1e9))
 
 
 def test_comparison_sees_a_wrong_value():

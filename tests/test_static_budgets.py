@@ -60,7 +60,9 @@ def test_every_number_has_its_reason():
 
 def test_a_budget_that_is_too_small_is_reported():
     """Negative control: halve a kernel's registers and ask for more blocks than fit."""
-    kernel = next(k for k in static_report.report(("80",), few=True) if k.name == "build_tree_kernel")
+    source = next(path for path in build.cuda_sources() if path.stem == "tree_cuda")
+    kernels = static_report.read_cubin(static_report.build_cubin(source, "80", few=True), "80")
+    kernel = next(k for k in kernels if k.name == "build_tree_kernel")
     budget = dict(budget_of(kernel.name, budgets()) or {}, registers=kernel.registers // 2, blocks_per_sm=99)
     assert len(faults(kernel, budget)) == 2
 

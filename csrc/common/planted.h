@@ -35,6 +35,7 @@ enum class Bug : int {
   counter_not_reset = 15,     // the ticket counter is left as the launch ended
   uninitialised_shared = 16,  // scratch is read where nothing was written
   missing_wait = 17,          // cp.async copies that are never waited for
+  shift_past_word = 18,       // x86 takes the shift modulo 32, a GPU gives 0
 };
 
 #if defined(SPECDEC_PLANTED_AT_RUN_TIME)

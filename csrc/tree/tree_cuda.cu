@@ -34,7 +34,7 @@ __device__ __forceinline__ int32_t derive_rows(const TreeRows& out, const int32_
     const bool active = node < range.count;
     const int32_t parent = active ? parents[node] : -1;
     // Pointer doubling over the lanes of this step; a lane whose parent lies before the step points at itself.
-    uint32_t bits = 1u << lane;
+    uint32_t bits = 1u << (planted(Bug::shift_past_word) ? node : lane);
     int32_t jump = parent >= step * 32 ? parent - step * 32 : lane, hops = jump != lane;
 #pragma unroll
     for (int round = 0; round < 5; round++) {

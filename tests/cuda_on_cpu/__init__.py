@@ -22,27 +22,35 @@ from specdec_kernels import _ops
 from tests.cuda_on_cpu import build
 from tests.cuda_on_cpu.library import Config, EmulationError, Library
 
-__all__ = ["BACKENDS", "Config", "EmulationError", "library", "missing", "register", "run_op", "supports"]
+__all__ = ["BACKENDS", "Config", "EmulationError", "choose", "library", "missing", "register", "run_op", "supports"]
 
 BACKENDS = ("emulated", "ptx", "triton_interpret", "triton_ptx")
-PTX_ARCH = "80"
+_chosen = ["race", "80"]  # variant of `emulated`, architecture of `ptx`
+
+
+def choose(variant: str, ptx_arch: str) -> None:
+    """What `register` builds (pytest's --emulated-variant and --ptx-arch). An asan build has no path B: the translated
+    code is judged by the runtime's own checks, which that build leaves out."""
+    if variant not in ("race", "asan") or ptx_arch not in ("80", "90a"):
+        raise ValueError(f"choose: expected race or asan, and 80 or 90a, got {variant!r} and {ptx_arch!r}")
+    _chosen[:] = variant, ptx_arch
 
 
 @functools.cache
 def library(
-    variant: str = "race", ptx_arch: str | None = None, family: str | None = None, defines: tuple[str, ...] = ()
+    variant: str = "race", ptx_arch: str | None = None, defines: tuple[str, ...] = (), ptx: tuple[build.Ptx, ...] = ()
 ) -> Library:
     """Build and load the CUDA files of the package.
 
     variant: "race", "plain", "planted" or "asan" (tests/cuda_on_cpu/build.py). ptx_arch: also carry the translated PTX
-    for this architecture ("80", "90a"). family: the files of one room only. defines: macros for the kernel files.
+    of every file for this architecture ("80", "90a"); `ptx` says so file by file. defines: macros for path A.
     """
-    name = "_".join(
-        ["specdec_emulated", variant, *([f"sm{ptx_arch}"] if ptx_arch else []), *([family] if family else [])]
-    )
+    name = "_".join(["specdec_emulated", variant, *([f"sm{ptx_arch}"] if ptx_arch else [])])
     name += "".join("_" + re.sub(r"\W", "_", define) for define in defines)
-    sources = [path for path in build.cuda_sources() if family in (None, path.parent.name)]
-    path = build.emulated_library(sources, name, variant, ptx_arch, defines)
+    sources = build.cuda_sources()
+    if ptx_arch:
+        ptx = tuple(build.Ptx(source, ptx_arch, defines) for source in sources)
+    path = build.emulated_library(sources, name, variant, ptx, defines)
     _ops.define_namespace(name)
     torch.ops.load_library(str(path))
     loaded = Library(path)
@@ -73,6 +81,8 @@ def missing(backend: str) -> str | None:
     if backend in ("emulated", "ptx"):
         if reason := build.missing():
             return reason
+        if backend == "ptx" and _chosen[0] == "asan":
+            return "asan builds are of path A"
         return "no nvcc" if backend == "ptx" and build.nvcc() is None else None
     from tests.cuda_on_cpu import triton_backends
 
@@ -99,7 +109,8 @@ def register() -> tuple[str, ...]:
 
 def _implementation(backend: str, op: str) -> Any:
     if backend in ("emulated", "ptx"):
-        loaded = library("race", PTX_ARCH if missing("ptx") is None else None)
+        variant, ptx_arch = _chosen
+        loaded = library(variant, ptx_arch if missing("ptx") is None else None)
         if not _has_kernel(loaded.namespace, op):
             return None
 

@@ -19,7 +19,8 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +29,7 @@ BUILD = ROOT / "build" / "cuda_on_cpu"
 
 COMMON = ["-std=c++20", "-g", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-variable", "-fPIC", "-fno-strict-aliasing",
           "-ffp-contract=off", "-fno-gnu-unique", "-march=native"]  # fmt: skip
+FEW = "SPECDEC_FEW_INSTANCES"  # a few template instances of each kernel: what CI compiles
 VARIANTS = {
     "race": (["-O1", "-fsanitize=thread", "--param=tsan-distinguish-volatile=1"], ["-O2"]),
     "planted": (
@@ -81,10 +83,10 @@ def torch_flags() -> tuple[list[str], list[str]]:
 
 
 @contextlib.contextmanager
-def locked() -> Iterator[None]:
-    """One build at a time (several test processes may start together)."""
-    BUILD.mkdir(parents=True, exist_ok=True)
-    with open(BUILD / ".lock", "w") as handle:
+def locked(target: Path) -> Iterator[None]:
+    """One maker of `target` at a time: test processes that start together share the work file by file."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(target.with_suffix(target.suffix + ".lock"), "w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
@@ -116,10 +118,10 @@ def make(target: Path, command: list[str], depfile: bool = False) -> Path:
     """Run `command` (which writes `target`) unless it is up to date."""
     if depfile:
         command = [*command, "-MMD", "-MF", str(target.with_suffix(target.suffix + ".d"))]
-    if not _fresh(target, command):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        run(command)
-        target.with_suffix(target.suffix + ".cmd").write_text(" ".join(command))
+    with locked(target):
+        if not _fresh(target, command):
+            run(command)
+            target.with_suffix(target.suffix + ".cmd").write_text(" ".join(command))
     return target
 
 
@@ -145,32 +147,48 @@ def runtime_objects(variant: str) -> list:
     return [functools.partial(compile_cpp, s, BUILD / "runtime" / kind / f"{s.stem}.o", flags) for s in sources]
 
 
+@dataclass(frozen=True)
+class Ptx:
+    """Path B of one CUDA file: nvcc's PTX for `arch` ("80", "90a"), translated.
+
+    `defines` are macros for nvcc (planted bugs); `entries`, a pattern of mangled names, keeps the other kernels out.
+    """
+
+    source: Path
+    arch: str
+    defines: tuple[str, ...] = ()
+    entries: str = ""
+
+
 def emulated_library(
-    sources: list[Path], name: str, variant: str = "race", ptx_arch: str | None = None, defines: tuple[str, ...] = ()
+    sources: list[Path], name: str, variant: str = "race", ptx: Sequence[Ptx] = (), defines: tuple[str, ...] = ()
 ) -> Path:
     """Build `sources` (CUDA files) with the runtime into one library.
 
-    `name` is also the torch namespace its ops are registered in. With `ptx_arch` ("80", "90a") the PTX that nvcc makes
-    of the same files is translated and linked in as well, so that the library runs either. `defines` are macros for the
-    kernel files (planted bugs).
+    `name` is also the torch namespace its ops are registered in. What `ptx` names is linked in as well, so that the
+    library runs either path. `defines` are macros for the kernel files (planted bugs).
     """
     from tests.cuda_on_cpu.ptx import compile as ptx_compile
 
-    folder = BUILD / name
-    key = hashlib.sha256(" ".join(defines).encode()).hexdigest()[:8] if defines else "sound"
-    defines = (*defines, "SPECDEC_FEW_INSTANCES")
+    folder = BUILD / name / key_of(defines)
     flags = [*VARIANTS[variant][0], "-DSPECDEC_EMULATED", f"-DSPECDEC_EMULATED_LIBRARY={name}", *torch_flags()[0]]
-    flags += [f"-D{define}" for define in defines]
-    with locked():
-        tasks = runtime_objects(variant)
-        tasks += [functools.partial(compile_cpp, s, folder / key / f"{s.stem}.o", flags) for s in sources]
-        if ptx_arch:
-            tasks += [functools.partial(ptx_compile.object_from_cuda, s, ptx_arch, defines) for s in sources]
-        objects = [str(path) for path in parallel(tasks)]
-        sanitize = ["-fsanitize=address,undefined"] if variant == "asan" else []
-        target = folder / key / f"lib{name}.so"
-        link = ["g++", "-shared", "-Wl,-Bsymbolic", *sanitize, "-o", str(target), *objects, *torch_flags()[1], "-ldl"]
-        return make(target, link)
+    flags += [f"-D{define}" for define in (*defines, FEW)]
+    tasks = [functools.partial(compile_cpp, s, folder / f"{s.stem}.o", flags) for s in sources]
+    tasks += [functools.partial(ptx_compile.object_from_cuda, one) for one in ptx]
+    runtime = runtime_objects(variant)
+    # Compile the long ones first, but link the runtime first: of an inline function that both have, the linker keeps
+    # the first copy, and the runtime must not call an instrumented one.
+    done = parallel(tasks + runtime)
+    objects = [str(path) for path in done[len(tasks) :] + done[: len(tasks)]]
+    sanitize = ["-fsanitize=address,undefined"] if variant == "asan" else []
+    target = folder / f"lib{name}.so"
+    link = ["g++", "-shared", "-Wl,-Bsymbolic", *sanitize, "-o", str(target), *objects, *torch_flags()[1], "-ldl"]
+    return make(target, link)
+
+
+def key_of(defines: tuple[str, ...]) -> str:
+    """Folder of a set of macros."""
+    return hashlib.sha256(" ".join(defines).encode()).hexdigest()[:8] if defines else "sound"
 
 
 def cuda_sources() -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from pathlib import Path
 
 from tests.cuda_on_cpu import build
@@ -13,12 +14,11 @@ FLAGS = ["-O1", "-Wno-unused-but-set-variable", "-Wno-unused-label", "-Wno-sign-
 
 
 def ptx_from_cuda(source: Path, arch: str, defines: tuple[str, ...] = ()) -> Path:
-    """`nvcc -ptx` of a CUDA file for `compute_<arch>`."""
+    """`nvcc -ptx` of a CUDA file for `compute_<arch>`, with the template instances that CI compiles."""
     compiler = build.nvcc()
     if compiler is None:
         raise build.BuildError("path B needs nvcc")
-    key = hashlib.sha256(" ".join(defines).encode()).hexdigest()[:8] if defines else "sound"
-    target = build.BUILD / "ptx" / f"sm_{arch}" / key / f"{source.stem}.ptx"
+    target = build.BUILD / "ptx" / f"sm_{arch}" / build.key_of(defines) / f"{source.stem}.ptx"
     includes = [f"-I{build.ROOT / 'csrc'}", *(f.replace("-isystem", "-I") for f in build.torch_flags()[0])]
     command = [
         compiler,
@@ -31,34 +31,36 @@ def ptx_from_cuda(source: Path, arch: str, defines: tuple[str, ...] = ()) -> Pat
         "-diag-suppress=20012",
     ]
     return build.make(
-        target, [*command, *includes, *(f"-D{d}" for d in defines), "-o", str(target), str(source)], depfile=True
+        target,
+        [*command, *includes, *(f"-D{d}" for d in (*defines, build.FEW)), "-o", str(target), str(source)],
+        depfile=True,
     )
 
 
-def object_from_ptx(text: str, target: Path, origin: str) -> Path:
+def object_from_ptx(text: str, target: Path, origin: str, entries: str = "") -> Path:
     """Translate PTX and compile the C++; done again only if the translation differs."""
-    cpp = translate(text, origin)
+    cpp = translate(text, origin, entries)
     generated = target.with_suffix(".cpp")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if not generated.exists() or generated.read_text() != cpp:
-        generated.write_text(cpp)
+    with build.locked(generated):
+        if not generated.exists() or generated.read_text() != cpp:
+            generated.write_text(cpp)
     return build.compile_cpp(generated, target, FLAGS)
 
 
-def object_from_cuda(source: Path, arch: str, defines: tuple[str, ...] = ()) -> Path:
-    ptx = ptx_from_cuda(source, arch, defines)
-    return object_from_ptx(ptx.read_text(), ptx.with_suffix(".o"), f"{source.name} for sm_{arch}")
+def object_from_cuda(one: build.Ptx) -> Path:
+    """Path B of one CUDA file as an object."""
+    ptx = ptx_from_cuda(one.source, one.arch, one.defines)
+    suffix = "." + re.sub(r"\W+", "_", one.entries) + ".o" if one.entries else ".o"
+    return object_from_ptx(
+        ptx.read_text(), ptx.with_suffix(suffix), f"{one.source.name} for sm_{one.arch}", one.entries
+    )
 
 
 def library_from_ptx(text: str, name: str) -> Path:
     """A library that holds the entries of one PTX text and the runtime (Triton kernels)."""
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     folder = build.BUILD / "triton"
-    with build.locked():
-        tasks = [
-            *build.runtime_objects("plain"),
-            functools.partial(object_from_ptx, text, folder / f"{name}_{key}.o", name),
-        ]
-        objects = [str(path) for path in build.parallel(tasks)]
-        target = folder / f"lib{name}_{key}.so"
-        return build.make(target, ["g++", "-shared", "-Wl,-Bsymbolic", "-o", str(target), *objects, "-ldl"])
+    tasks = [functools.partial(object_from_ptx, text, folder / f"{name}_{key}.o", name)]
+    objects = [str(path) for path in build.parallel([*tasks, *build.runtime_objects("plain")])]
+    target = folder / f"lib{name}_{key}.so"
+    return build.make(target, ["g++", "-shared", "-Wl,-Bsymbolic", "-o", str(target), *objects, "-ldl"])

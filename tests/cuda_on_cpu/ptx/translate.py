@@ -20,8 +20,8 @@ class TranslationError(RuntimeError):
     """A PTX statement outside the translator's knowledge; the text quotes it."""
 
 
-def translate(source: str, origin: str) -> str:
-    """C++ text for every entry of a PTX module; `origin` names it in errors."""
+def translate(source: str, origin: str, entries: str = "") -> str:
+    """C++ text for the entries of a PTX module whose names `entries` matches; `origin` names it in errors."""
     module = parse(source)
     lines = [f"// Made from {origin}.", '#include "cuda_on_cpu/runtime/ptx_support.h"', "",
              "namespace {", "using namespace emulated;", "using namespace emulated::ptx;"]  # fmt: skip
@@ -31,6 +31,8 @@ def translate(source: str, origin: str) -> str:
         lines.append(f"alignas({align}) {C_TYPES[kind]} {variable}[{count}] = {{{initialiser}}};")
         symbols[name] = f"(uint64_t)(uintptr_t){variable}"
     for entry in module.entries:
+        if not re.search(entries, entry.name):
+            continue
         lines += _entry(module, entry, symbols, origin)
     return "\n".join([*lines, "}  // namespace", ""])
 
