@@ -55,6 +55,7 @@ def llguidance_grammars(tokenizer: Any, vocab_size: int) -> Callable[..., Callab
         elif regex is not None:
             text = LLMatcher.grammar_from_regex(regex)
         else:
+            assert lark is not None
             text = LLMatcher.grammar_from_lark(lark)
         return lambda: LLGuidanceGrammar(LLMatcher(shared, text))
 
