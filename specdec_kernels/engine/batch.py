@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,7 +13,8 @@ class Batch(NamedTuple):
 
     token_ids, positions, slots: int64 / int32 / int32 [T]; page_table: int32 [B, max_pages], -1 behind the owned pages;
     context_lens: int32 [B], cached tokens before this batch; tree_mask: int32 [T, W] or None (all rows causal chains);
-    causal: bool [B] or None, requests whose mask rows are ignored (prefill); logit_rows: int64 [R] or None (all rows).
+    causal: bool [B] or None, requests whose mask rows are ignored (prefill); logit_rows: int64 [R] or None (all rows);
+    query_start: int32 [B] or None, the tree slot of each request's first row (a drafter's level; None: 0).
     """
 
     token_ids: torch.Tensor
@@ -25,6 +27,23 @@ class Batch(NamedTuple):
     tree_mask: torch.Tensor | None = None
     causal: torch.Tensor | None = None
     logit_rows: torch.Tensor | None = None
+    query_start: torch.Tensor | None = None
+
+
+class HiddenStates:
+    """What a forward pass shall keep besides its logits: `states[i]` [T, hidden], for every i of `layers`.
+
+    i < num_layers: the residual stream as layer i reads it (0: the embeddings); i == num_layers: the last state,
+    normed, as the output matrix reads it. The indices of `eagle_aux_hidden_state_layer_ids` in EAGLE-3 checkpoints.
+    """
+
+    def __init__(self, layers: Iterable[int]):
+        self.layers = tuple(sorted(set(layers)))
+        self.states: dict[int, torch.Tensor] = {}
+
+    def rows(self, layers: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
+        """States of `layers` side by side, [len(rows), len(layers) * hidden]."""
+        return torch.cat([self.states[layer][rows] for layer in layers], -1)
 
 
 class KVShape(NamedTuple):
@@ -98,7 +117,9 @@ def share_pages(
 
 class TargetModel(Protocol):
     """What the engine needs of a model. `forward` writes the batch's KV into its slots, attends as the batch says,
-    and returns logits `[R, vocab_size or more]`, valid until the next call; `layers`: those to run (None: all)."""
+    and returns logits `[R, vocab_size or more]`, valid until the next call; `layers`: those to run (None: all);
+    `hidden`: filled with the states it asks for. Drafters with heads also need `hidden_size`, `embedding()` and
+    `output_matrix()` [V, hidden_size], as `TransformersModel` has them; a model may do without all three."""
 
     name: str
     tokenizer: Any
@@ -114,4 +135,10 @@ class TargetModel(Protocol):
 
     def allocate_cache(self, num_pages: int, page_size: int) -> KVCache: ...
 
-    def forward(self, batch: Batch, cache: KVCache, layers: tuple[int, ...] | None = None) -> torch.Tensor: ...
+    def forward(
+        self,
+        batch: Batch,
+        cache: KVCache,
+        layers: tuple[int, ...] | None = None,
+        hidden: HiddenStates | None = None,
+    ) -> torch.Tensor: ...

@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 
-from specdec_kernels.engine.batch import TargetModel
+from specdec_kernels.engine.batch import HiddenStates, TargetModel
 from specdec_kernels.engine.config import EngineConfig
 from specdec_kernels.engine.drafters import Draft, DraftContext, Drafter, DrafterTable, Limit
+from specdec_kernels.engine.drafters.laws import draft_laws
 from specdec_kernels.engine.edits import step_edits
 from specdec_kernels.engine.graphs import GraphedForward
 from specdec_kernels.engine.life import prepare, take
 from specdec_kernels.engine.memory import Memory
 from specdec_kernels.engine.metrics import EngineCounters
-from specdec_kernels.engine.pack import Packed, draft_laws, make_sampling, pack_step
+from specdec_kernels.engine.observing import committed_rows, show, wanted_states
+from specdec_kernels.engine.pack import Packed, make_sampling, pack_step
 from specdec_kernels.engine.policy import DraftOutcome, DraftPolicy, FixedDrafts, StepTiming
 from specdec_kernels.engine.request import Event, Request, RequestState, Result
 from specdec_kernels.engine.scheduler import Scheduler, StepPlan
@@ -56,7 +58,7 @@ class Engine:
         self.config.validate()
         self.policy = FixedDrafts(self.config.num_drafts) if policy is None else policy
         self.metrics = EngineCounters()
-        self._drafters = DrafterTable()
+        self._drafters = DrafterTable(model)
         self._default_drafter = self._drafters.get(drafter)
         self.memory = Memory(model, self._default_drafter, self.config)
         self.arena, self.cache, self.prefixes = self.memory.arena, self.memory.cache, self.memory.prefixes
@@ -170,25 +172,31 @@ class Engine:
             list(zip(plan.decoding, drafts)), plan.chunks, self.config.page_size, self.model.device,
             self.model.vocab_size,
         )  # fmt: skip
-        logits = self._forward(packed)
+        hidden = wanted_states(requests)
+        logits = self._forward(packed, hidden)
         for state, size, last in plan.chunks:
             state.context_len += size - last  # a text's last token is the root: verification commits it
             self.metrics.prefill_tokens += size
         reports: _Reports = []
         outcomes: list[DraftOutcome] = []
         verified = time.perf_counter()
+        outcome = None
         if packed.states:
             outcome = self._verify(packed, logits)
             if packed.branched:  # the path accepted in a chain is dense already
                 self._commit(packed, outcome)
             reports, outcomes = self._accept(packed, outcome)
         end = time.perf_counter()
-        self.metrics.draft_time_s += drafted - start
+        if hidden is not None:
+            accepted = None if outcome is None else outcome.accepted_nodes
+            show(committed_rows(packed, plan.chunks, accepted), hidden, self._context, self._give_up)
+        observing = time.perf_counter() - end
+        self.metrics.draft_time_s += drafted - start + observing
         self.metrics.verify_time_s += end - verified
         timing = StepTiming(
             nodes=len(packed.batch.token_ids), requests=len(requests), context=context,
             levels=max((draft.depth for draft in drafts), default=0), drafts=sum(map(len, drafts)),
-            forward_seconds=end - drafted, draft_seconds=drafted - start,
+            forward_seconds=end - drafted, draft_seconds=drafted - start + observing,
         )  # fmt: skip
         self.policy.record(outcomes, timing)
         return reports
@@ -224,10 +232,12 @@ class Engine:
             state.stats.drafter_failures += 1
             self.metrics.drafter_failures += 1
 
-    def _forward(self, packed: Packed) -> torch.Tensor:
+    def _forward(self, packed: Packed, hidden: HiddenStates | None) -> torch.Tensor:
         start = time.perf_counter()
-        logits = None if self._graphs is None else self._graphs(packed)
-        if logits is None:
+        logits = None if self._graphs is None or hidden is not None else self._graphs(packed)
+        if hidden is not None:
+            logits = self.model.forward(packed.batch, self.cache, hidden=hidden)
+        elif logits is None:
             logits = self.model.forward(packed.batch, self.cache)
         else:
             self.metrics.verify_slots_padded += self._graphs.padding  # type: ignore[union-attr]
@@ -238,13 +248,13 @@ class Engine:
 
     def _verify(self, packed: Packed, logits: torch.Tensor) -> Verified:
         """Greedy, or the rule that fits how the drafts came about: all fixed, or some drawn from a known law."""
-        laws: dict[str, torch.Tensor] = {}
+        laws: dict[str, Any] = {}
         if all(state.request.temperature <= 1e-5 for state in packed.states):
             method = "greedy"
         elif all(draft.logits is None for draft in packed.drafts):
             method = "target_only"
         else:
-            method, laws = "rejection", draft_laws(packed.drafts, self.model.device)
+            method, laws = "rejection", draft_laws(packed.drafts, self.model.vocab_size, self.model.device)
         asked = {state.request.logprobs for state in packed.states} - {None}
         return verify(
             logits,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from specdec_kernels.attention import tree_attention, write_kv
-from specdec_kernels.engine.batch import Batch, KVCache, KVShape
+from specdec_kernels.engine.batch import Batch, HiddenStates, KVCache, KVShape
 from specdec_kernels.engine.linear import pack_linears
 
 ATTENTION = "specdec_kernels"
@@ -28,6 +28,7 @@ class _Current(threading.local):
 
     batch: Batch
     cache: KVCache
+    hidden: HiddenStates | None = None
 
 
 _current = _Current()
@@ -60,6 +61,7 @@ def attention_forward(
         batch.tree_mask,
         max_nodes=batch.max_nodes,
         softmax_scale=scaling,
+        query_start=batch.query_start,
         causal=batch.causal,
         positions=batch.positions if window > 0 else None,
         softcap=softcap or 0.0,
@@ -94,11 +96,14 @@ class TransformersModel:
         self.num_layers: int = config.num_hidden_layers
         self.num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.hidden_size: int = config.hidden_size
         self.eos_token_ids = _eos_ids(module, tokenizer)
+        self._output = module.get_output_embeddings().weight.detach()  # packing hides it
         self.num_packed = pack_linears(module, self.dtype, self.device) if pack else 0
         self._body = module.get_decoder()
         self._all_layers = self._body.layers
         self._layer_sets: dict[tuple[int, ...], torch.nn.ModuleList] = {}
+        self._keeping: set[int] = set()  # layers that have a hook
         self._slices_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
 
     @property
@@ -111,8 +116,16 @@ class TransformersModel:
         )
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, cache: KVCache, layers: tuple[int, ...] | None = None) -> torch.Tensor:
-        _current.batch, _current.cache = batch, cache
+    def forward(
+        self,
+        batch: Batch,
+        cache: KVCache,
+        layers: tuple[int, ...] | None = None,
+        hidden: HiddenStates | None = None,
+    ) -> torch.Tensor:
+        _current.batch, _current.cache, _current.hidden = batch, cache, hidden
+        for layer in hidden.layers if hidden is not None else ():
+            self._keep(layer)
         kwargs: dict[str, Any] = {}
         if batch.logit_rows is not None and self._slices_rows:
             kwargs["logits_to_keep"] = batch.logit_rows
@@ -123,6 +136,7 @@ class TransformersModel:
                 input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False, **kwargs
             ).logits[0]
         finally:
+            _current.hidden = None
             if layers is not None:
                 self._body.layers = self._all_layers
         if batch.logit_rows is not None and not self._slices_rows:
@@ -136,6 +150,33 @@ class TransformersModel:
             if parameter.dim() == 1 or parameter.shape[0] == 64:
                 digest.update(parameter.detach().bfloat16().float().cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
+
+    def embedding(self) -> torch.Tensor:
+        """Input embedding matrix [V or more, hidden]."""
+        return self.module.get_input_embeddings().weight.detach()
+
+    def output_matrix(self) -> torch.Tensor:
+        """Output matrix [V or more, hidden]."""
+        return self._output
+
+    def _keep(self, layer: int) -> None:
+        """See that forward passes hand the state at `layer` to whoever asks for it."""
+        if layer in self._keeping:
+            return
+        if not 0 <= layer <= self.num_layers:
+            raise ValueError(f"HiddenStates: layers: expected 0..{self.num_layers}, got {layer}")
+        self._keeping.add(layer)
+
+        def keep(state: torch.Tensor) -> None:
+            if _current.hidden is not None and layer in _current.hidden.layers:
+                _current.hidden.states[layer] = state[0]
+
+        if layer == self.num_layers:
+            self._body.register_forward_hook(lambda module, args, output: keep(output[0]))
+        else:
+            self._all_layers[layer].register_forward_pre_hook(
+                lambda module, args, kwargs: keep(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+            )
 
     def _layer_set(self, layers: tuple[int, ...]) -> torch.nn.ModuleList:
         """Layers keep their `layer_idx`, hence their place in the cache, in any subset."""

@@ -133,25 +133,6 @@ def make_sampling(states: Sequence[RequestState], device: torch.device) -> Sampl
     )
 
 
-def draft_laws(drafts: Sequence[Draft], device: torch.device) -> dict[str, torch.Tensor]:
-    """`draft_logits` of all drawn drafts and, per tree node, its row there (-1: root or fixed choice)."""
-    rows: list[int] = []
-    laws = [draft.logits for draft in drafts if draft.logits is not None]
-    width = max(law.shape[1] for law in laws)
-    drawn = 0
-    for draft in drafts:
-        rows.append(-1)
-        for _ in range(len(draft)):
-            rows.append(-1 if draft.logits is None else drawn)
-            drawn += draft.logits is not None
-    if any(law.shape[1] != width or law.dtype != laws[0].dtype for law in laws):  # of several drafters
-        laws = [torch.nn.functional.pad(law.float(), (0, width - law.shape[1]), value=float("-inf")) for law in laws]
-    return {
-        "draft_logits": torch.cat(laws),
-        "draft_rows": torch.tensor(rows, dtype=torch.int32, device=device),
-    }
-
-
 def _prefix_sums(sizes: Sequence[int]) -> list[int]:
     sums = [0]
     for size in sizes:

@@ -18,14 +18,17 @@ if TYPE_CHECKING:
 class Draft:
     """Proposed tokens as a tree. Draft i is tree node i + 1; `parents[i]` is its parent's node (0: the root).
 
-    Parents come before children; siblings are tried in the order given. `logits` float [len, V], when the tokens were
-    drawn at random: row i is the law draft i was drawn from (before temperature and filters, which are the request's);
-    None: the tokens are the drafter's fixed choice.
+    Parents come before children; siblings are tried in the order given. `logits` float [R, Vd], when the tokens were
+    drawn at random (siblings without replacement): row `rows[i]` is the law draft i was drawn from, before temperature
+    and filters, which are the request's (`rows` None: row i); None: the tokens are the drafter's fixed choice. `d2t`
+    int32 [Vd]: column c is the target's id c + d2t[c] (None: c).
     """
 
     token_ids: Sequence[int] = ()
     parents: Sequence[int] = ()
     logits: torch.Tensor | None = None
+    rows: Sequence[int] | None = None
+    d2t: torch.Tensor | None = None
 
     @staticmethod
     def chain(token_ids: Sequence[int], logits: torch.Tensor | None = None) -> Draft:
@@ -62,8 +65,13 @@ class Draft:
                 raise ValueError(f"Draft: parents: expected an earlier node for draft {i}, got {parent}")
         if not all(isinstance(t, int) and -(2**31) <= t < 2**31 for t in self.token_ids):
             raise ValueError(f"Draft: token_ids: expected 32-bit ints, got {list(self.token_ids)}")
-        if self.logits is not None and (self.logits.dim() != 2 or len(self.logits) != len(self)):
-            raise ValueError(f"Draft: logits: expected [{len(self)}, V], got {list(self.logits.shape)}")
+        if self.logits is not None:
+            rows = range(len(self)) if self.rows is None else self.rows
+            whole = self.rows is not None or self.logits.shape[0] == len(self)
+            if self.logits.dim() != 2 or not whole or len(rows) != len(self):
+                raise ValueError(f"Draft: logits: expected [{len(self)}, V], got {list(self.logits.shape)}")
+            if any(not 0 <= row < self.logits.shape[0] for row in rows):
+                raise ValueError(f"Draft: rows: expected rows of {self.logits.shape[0]} laws, got {list(rows)}")
         if len(self) > limit.nodes or self.depth > limit.depth:
             raise ValueError(f"Draft: expected at most {limit}, got {len(self)} nodes of depth {self.depth}")
         return self
@@ -87,6 +95,15 @@ class DraftContext(NamedTuple):
     arena: Arena | None = None
 
 
+class Seen(NamedTuple):
+    """Rows of a forward pass that have become a request's text: those at text positions `first`, `first + 1`, ... are
+    `rows` of the packed batch. The token behind the last of them is known already."""
+
+    state: RequestState
+    first: int
+    rows: Sequence[int]
+
+
 class Drafter(Protocol):
     """`propose` returns one Draft per request, each within its limit; an empty Draft means plain decoding. It must not
     change the requests (notes go into `state.drafter_state`). If it raises, its requests go on without drafts.
@@ -95,6 +112,10 @@ class Drafter(Protocol):
     that it takes from `context.arena` as the draft tenant into `state.draft_pages`; the engine may take these back
     between steps, all of a request's at once. lookahead: tokens beyond a page that rows it keeps in the target's pages
     depend on (1 for EAGLE-type heads). version: of its weights.
+
+    Optional methods. attach(model): called once before anything else; ValueError if it cannot serve that target.
+    observe(seen: list of `Seen`, hidden: `HiddenStates`, context): called after every step for requests that go on,
+    with the target's states at the layers of its attribute `hidden_layers`.
     """
 
     name: str
@@ -117,7 +138,9 @@ class NoDrafter:
 class DrafterTable:
     """Drafters by name, made on first use and then shared by all requests of an engine."""
 
+    model: TargetModel | None = None
     made: dict[str, Drafter] = field(default_factory=lambda: {"none": NoDrafter()})
+    attached: list[Drafter] = field(default_factory=list)
 
     def get(self, drafter: str | Drafter | None) -> Drafter:
         if drafter is None:
@@ -125,12 +148,18 @@ class DrafterTable:
         if not isinstance(drafter, str):
             if not callable(getattr(drafter, "propose", None)):
                 raise TypeError(f"Engine: drafter: expected a name or a Drafter, got {type(drafter).__name__}")
-            return drafter
+            return self._attach(drafter)
         if drafter not in self.made:
             if drafter not in FACTORIES:
                 raise ValueError(f"Engine: drafter: expected one of {sorted({'none', *FACTORIES})}, got {drafter!r}")
-            self.made[drafter] = FACTORIES[drafter]()
+            self.made[drafter] = self._attach(FACTORIES[drafter]())
         return self.made[drafter]
+
+    def _attach(self, drafter: Drafter) -> Drafter:
+        if hasattr(drafter, "attach") and self.model is not None and not any(d is drafter for d in self.attached):
+            drafter.attach(self.model)
+            self.attached.append(drafter)
+        return drafter
 
 
 def _ngram() -> Drafter:
@@ -145,4 +174,18 @@ def _self() -> Drafter:
     return SelfDrafter()
 
 
-FACTORIES: dict[str, Callable[[], Drafter]] = {"ngram": _ngram, "self": _self}
+def _head(kind: str) -> Callable[[], Drafter]:
+    def make() -> Drafter:
+        from specdec_kernels.engine.drafters.eagle import EagleDrafter
+        from specdec_kernels.engine.drafters.medusa import MedusaDrafter
+
+        return MedusaDrafter() if kind == "medusa" else EagleDrafter(kind=kind)
+
+    return make
+
+
+FACTORIES: dict[str, Callable[[], Drafter]] = {
+    "ngram": _ngram,
+    "self": _self,
+    **{kind: _head(kind) for kind in ("medusa", "eagle", "eagle3", "mtp")},
+}

@@ -1,0 +1,178 @@
+"""Trees grown level by level (EAGLE-2): expand the best nodes, and in the end keep the best of all that were seen.
+
+A level of two requests with top_k = 2; slots are where the drafter's own KV of a node lies, behind its context:
+
+    request 0:  root -> x y          expand both:  x -> a b,  y -> c d      best two by cumulative score: a, c
+                slots of x, y: 0, 1                slots of a, c: 2, 3      mask of c: slots 1 and 3
+    request 1:  the same, in the same pass: each level is one forward of B * top_k rows
+
+A chain is top_k = 1. Fixed choices are the top_k tokens of every node. Random ones are drawn without replacement; they
+are kept by `rerank_tree(sampled=True)`, because keeping a sibling for what it turned out to be would bias the output.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec_kernels.engine.drafters import Draft, Limit
+from specdec_kernels.engine.pack import make_sampling
+from specdec_kernels.sampling import draft_sample, draft_topk
+from specdec_kernels.tree import collect_candidates, expand_tree, pack_mask, rerank_tree
+
+
+class Level(NamedTuple):
+    """The nodes whose children are wanted: B requests with k rows each.
+
+    token_ids: int64 [B, k]; parents: int64 [B, k], their parents' rows in the level before (0 for the root); mask:
+    int32 [B k, W], slots each row sees; first_slot: slot of row 0; depth: of these nodes (1: children of the root).
+    """
+
+    token_ids: Tensor
+    parents: Tensor
+    mask: Tensor
+    first_slot: int
+    depth: int
+
+
+class Shape(NamedTuple):
+    """top_k: children a node, and nodes expanded a level; depth; num_nodes: kept in the end, the root not counted."""
+
+    top_k: int
+    depth: int
+    num_nodes: int
+
+    def validate(self, who: str) -> None:
+        """Raise ValueError naming the number that is out of range."""
+        for name, value in self._asdict().items():
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{who}: {name}: expected an int >= 1, got {value!r}")
+
+    @property
+    def num_slots(self) -> int:
+        """KV slots that growing a tree takes: the deepest level is never expanded."""
+        return self.top_k * (self.depth - 1)
+
+
+def grow_trees(
+    root_logits: Tensor,
+    forward: Callable[[Level], Tensor],
+    states: Sequence[Any],
+    limits: Sequence[Limit],
+    shape: Shape,
+    *,
+    sampled: bool,
+    vocab_size: int,
+    d2t: Tensor | None = None,
+) -> list[Draft]:
+    """One Draft per request. root_logits: [B, Vd], the law behind each root; forward: logits [B k, Vd] of a level.
+
+    sampled: requests with a temperature get siblings drawn without replacement, verified by the law they came from;
+    else, and for greedy requests, the likeliest tokens, verified as fixed choices. Both are lossless.
+    """
+    batch, device = len(states), root_logits.device
+    k, depth = shape.top_k, min(shape.depth, max(limit.depth for limit in limits))
+    sampling = make_sampling(states, device)
+    drawing = torch.tensor([sampled and s.request.temperature > 1e-5 for s in states], device=device)
+    depths = torch.tensor([limit.depth for limit in limits], device=device)
+    any_drawn, all_drawn = bool(drawing.any()), bool(drawing.all())
+    own_slot = torch.eye(max(1, shape.num_slots), dtype=torch.bool, device=device)
+
+    def children(logits: Tensor, width: int, paths: Tensor, at: int) -> tuple[Tensor, Tensor]:
+        """(ids, log probabilities) [B, width, k] of the children at depth `at` of `width` nodes a request."""
+        ids = log_probs = None
+        if not all_drawn:
+            ids, log_probs, _ = draft_topk(logits, k, d2t=d2t, vocab_size=vocab_size)
+        if any_drawn:
+            requests = torch.arange(batch, dtype=torch.int32, device=device).repeat_interleave(width)
+            assert sampling.position is not None
+            positions = (sampling.position + (at - 1)).repeat_interleave(width)
+            drawn = draft_sample(
+                logits, k, sampling, row_requests=requests, row_positions=positions,
+                row_paths=paths.reshape(-1).int(), d2t=d2t, vocab_size=vocab_size,
+            )  # fmt: skip
+            if ids is None or log_probs is None:
+                ids, log_probs = drawn.token_ids, drawn.log_probs
+            else:
+                mine = drawing.repeat_interleave(width)[:, None]
+                ids = torch.where(mine, drawn.token_ids, ids)
+                log_probs = torch.where(mine, drawn.log_probs, log_probs)
+        assert ids is not None
+        assert log_probs is not None
+        log_probs = log_probs.view(batch, width, k).masked_fill((depths < at)[:, None, None], -torch.inf)
+        return ids.view(batch, width, k), log_probs
+
+    scores = torch.zeros(batch, 1, device=device)
+    paths = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # candidate index of each expanded node
+    seen = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # slots each expanded node sees
+    logits, laws, levels, width = root_logits, [root_logits.view(batch, 1, -1)], [], 1
+    token_columns = [torch.full((batch, 1), -1, dtype=torch.int32, device=device)]
+    row_columns = [torch.zeros(batch, 1, dtype=torch.int32, device=device)]
+    row, candidate = 0, 1  # first law row and first candidate of the level
+    for at in range(1, depth + 1):
+        ids, log_probs = children(logits, width, paths, at)
+        level = expand_tree(scores, log_probs.contiguous(), k)
+        levels.append(level)
+        token_columns.append(ids.reshape(batch, -1))
+        rows = torch.arange(row, row + width, dtype=torch.int32, device=device).repeat_interleave(k)
+        row_columns.append(rows.expand(batch, -1))
+        if at == depth:
+            break
+        chosen = level.beam.long().clamp(min=0)
+        parents = chosen // k
+        first_slot = (at - 1) * k
+        before = seen.gather(1, parents[:, :, None].expand(-1, -1, first_slot)) if at > 1 else seen.expand(-1, k, 0)
+        own = own_slot[first_slot : first_slot + k, first_slot : first_slot + k].expand(batch, k, k)
+        seen = torch.cat([before, own], -1)
+        token_ids = ids.reshape(batch, -1).gather(1, chosen).long().clamp(min=0)
+        mask = pack_mask(seen.reshape(batch * k, -1))
+        logits = forward(Level(token_ids, parents, mask, first_slot, at))
+        laws.append(logits.view(batch, k, -1))
+        scores, paths = level.beam_scores, candidate + chosen
+        row, candidate, width = row + width, candidate + width * k, k
+
+    candidates = collect_candidates(levels)
+    tokens, rows = torch.cat(token_columns, 1), torch.cat(row_columns, 1)
+    drafts = [Draft()] * batch
+    all_laws = torch.cat(laws, 1)
+    for kind in (False, True):
+        group = [b for b in range(batch) if bool(drawing[b]) == kind]
+        if group:
+            kept = _rerank(
+                candidates, tokens, rows, group, [min(shape.num_nodes, limits[b].nodes) for b in group], kind
+            )
+            for b, (ids, parents_, law_rows) in zip(group, kept):
+                drafts[b] = _drawn_draft(ids, parents_, law_rows, all_laws[b], d2t) if kind else Draft(ids, parents_)
+    return drafts
+
+
+def _rerank(
+    candidates: Any, tokens: Tensor, rows: Tensor, group: list[int], num_nodes: list[int], sampled: bool
+) -> list[tuple[list[int], list[int], list[int]]]:
+    """(token ids, parents, law rows) of the nodes kept of each request of `group`, without roots."""
+    device, width = tokens.device, candidates.per_request
+    index = torch.tensor(group, device=device)
+    sizes = torch.tensor([n + 1 for n in num_nodes], dtype=torch.int32, device=device)
+    kept = rerank_tree(
+        candidates.scores.view(-1, width)[index].reshape(-1),
+        candidates.parents.view(-1, width)[index].reshape(-1),
+        torch.arange(len(group) + 1, dtype=torch.int32, device=device) * width,
+        sizes,
+        total_nodes=sum(num_nodes) + len(group),
+        sampled=sampled,
+    )
+    ids = kept.take(tokens[index]).tolist()
+    law_rows = kept.take(rows[index]).tolist()
+    parents, cu = kept.parents.tolist(), kept.cu_nodes.tolist()
+    return [(ids[a + 1 : b], parents[a + 1 : b], law_rows[a + 1 : b]) for a, b in itertools.pairwise(cu)]
+
+
+def _drawn_draft(ids: list[int], parents: list[int], rows: list[int], laws: Tensor, d2t: Tensor | None) -> Draft:
+    """A random draft with only the laws that something was kept of."""
+    used = sorted(set(rows))
+    place = {row: i for i, row in enumerate(used)}
+    return Draft(ids, parents, laws[used], [place[row] for row in rows], d2t)
