@@ -1,4 +1,4 @@
-"""`python -m specdec_kernels {info,generate,bench,demo}`."""
+"""`python -m specdec_kernels {info,generate,bench,demo,train-head}`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import runpy
 import sys
 import time
+from typing import Any
 
 DESCRIPTION = "Speculative-decoding kernels: environment, generation, microbenchmarks, demo."
 
@@ -19,7 +20,10 @@ def parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="stream text from a model, accepted drafts in green")
     generate.add_argument("prompt", help="the prompt, or - to read it from standard input")
     _model_options(generate)
-    generate.add_argument("--drafter", default="ngram", help="none, ngram or self (default: %(default)s)")
+    generate.add_argument(
+        "--drafter", default="ngram", help="none, ngram, self, eagle, eagle3, mtp or medusa (default: %(default)s)"
+    )
+    generate.add_argument("--head", help="folder of a trained head (train-head) for the last four")
     generate.add_argument("--max-tokens", type=int, default=256)
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     generate.add_argument("--top-k", type=int, default=0)
@@ -33,6 +37,9 @@ def parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="three real prompts, plain and with each drafter: same text, less time")
     _model_options(demo)
     demo.add_argument("--quick", action="store_true", help="short texts: does it run?")
+    from specdec_kernels.training import command
+
+    command.add_arguments(commands.add_parser("train-head", help="train a draft head for a model (docs/training.md)"))
     return top
 
 
@@ -78,7 +85,7 @@ def generate(options: argparse.Namespace) -> int:
     model = load_model(options.model, dtype=options.dtype, device=options.device)
     print(f"{model.name}, {str(model.dtype).removeprefix('torch.')}, {time.perf_counter() - start:.1f} s to load",
           file=sys.stderr)  # fmt: skip
-    engine = Engine(model, options.drafter)
+    engine = Engine(model, _drafter(options))
     chat = not options.raw and getattr(model.tokenizer, "chat_template", None) is not None
     request = Request(
         [{"role": "user", "content": text}] if chat else text,
@@ -112,6 +119,18 @@ def generate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _drafter(options: argparse.Namespace) -> Any:
+    """The drafter asked for: by its name, or made with the head in a folder."""
+    if options.head is None:
+        return options.drafter
+    from specdec_kernels.engine.drafters.eagle import EagleDrafter
+    from specdec_kernels.engine.drafters.medusa import MedusaDrafter
+
+    if options.drafter not in ("eagle", "eagle3", "mtp", "medusa"):
+        raise ValueError(f"--head: expected --drafter eagle, eagle3, mtp or medusa, got {options.drafter}")
+    return MedusaDrafter(options.head) if options.drafter == "medusa" else EagleDrafter(options.head)
+
+
 def bench(arguments: list[str]) -> int:
     if importlib.util.find_spec("benchmarks") is None or importlib.util.find_spec("benchmarks.run") is None:
         print("bench: the microbenchmarks live in the source folder, not in the wheel: run `make bench` there",
@@ -128,7 +147,13 @@ def demo(options: argparse.Namespace) -> int:
     return demo.main(options.model, options.dtype, options.device, options.quick)
 
 
-COMMANDS = {"info": info, "generate": generate, "demo": demo}
+def train_head(options: argparse.Namespace) -> int:
+    from specdec_kernels.training import command
+
+    return command.run(options)
+
+
+COMMANDS = {"info": info, "generate": generate, "demo": demo, "train-head": train_head}
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -93,8 +93,9 @@ def test_drafters_by_name():
     table = DrafterTable()
     assert table.get("ngram") is table.get("ngram")
     assert table.get(None) is table.get("none")
-    with pytest.raises(ValueError, match=r"expected one of \['ngram', 'none', 'self'\], got 'medusa'"):
-        table.get("medusa")
+    names = r"\['eagle', 'eagle3', 'medusa', 'mtp', 'ngram', 'none', 'self'\]"
+    with pytest.raises(ValueError, match=rf"expected one of {names}, got 'oracle'"):
+        table.get("oracle")
 
 
 def test_expected_speedup():

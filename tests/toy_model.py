@@ -9,6 +9,7 @@ import torch
 from python_ref.decoder import ToyTarget
 from specdec_kernels.attention import tree_attention, write_kv
 from specdec_kernels.engine import Batch, Draft, KVCache, KVShape
+from specdec_kernels.engine.batch import HiddenStates
 
 HEAD_DIM = 64
 
@@ -33,12 +34,33 @@ class ToyModel:
     def allocate_cache(self, num_pages: int, page_size: int) -> KVCache:
         return KVCache.allocate(self.num_layers, num_pages, page_size, 1, HEAD_DIM, self.dtype, self.device)
 
-    def forward(self, batch: Batch, cache: KVCache, layers: tuple[int, ...] | None = None) -> torch.Tensor:
+    hidden_size = 64
+
+    def embedding(self) -> torch.Tensor:
+        return torch.randn(self.vocab_size, self.hidden_size, generator=torch.Generator().manual_seed(1))
+
+    def output_matrix(self) -> torch.Tensor:
+        return torch.randn(self.vocab_size, self.hidden_size, generator=torch.Generator().manual_seed(2))
+
+    def state(self, layer: int, token: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        """What drafters with heads are shown: waves whose phase tells the layer, the token and the sum so far."""
+        phase = 0.7 * token + 0.31 * (total % 16) + 0.2 * layer
+        return torch.sin(phase[:, None] * torch.arange(1, self.hidden_size + 1) / 7)
+
+    def forward(
+        self,
+        batch: Batch,
+        cache: KVCache,
+        layers: tuple[int, ...] | None = None,
+        hidden: HiddenStates | None = None,
+    ) -> torch.Tensor:
         toy = self.target
         token, position = batch.token_ids.long(), batch.positions.long()
         self.greatest_position = max(self.greatest_position, int(position.max()))
         total = torch.zeros_like(token)
+        sums = {}
         for layer in range(self.num_layers) if layers is None else layers:
+            sums[layer] = total
             if layer == 0:
                 value = (3 * token + 5 * position + 1) % 16
             else:
@@ -55,9 +77,13 @@ class ToyModel:
                 batch.tree_mask,
                 max_nodes=batch.max_nodes,
                 causal=batch.causal,
+                query_start=batch.query_start,
             )
             visible = position + 1
             total = (mean.mean(dim=(1, 2)).double() * visible).nan_to_num(-1).round().long()
+        sums[self.num_layers] = total
+        for layer in hidden.layers if hidden is not None else ():
+            hidden.states[layer] = self.state(layer, token, sums[layer])
         surprised = total % toy.surprise == 0
         best = torch.where(surprised, (token + total) % toy.vocab, (5 * token + 7) % toy.vocab)
         logits = torch.zeros(len(token), toy.vocab)
