@@ -173,7 +173,7 @@ def impl_pack_rows(x, cu, out):
     block = block_of(item)
     _pack_rows_kernel[(x.shape[0] + 1, max(1, min(x.shape[1], 65535)))](
         as_bits(op, "x", x), cu, as_bits(op, "out", out), x.stride(0), x.stride(1), out.stride(0), item, x.shape[0],
-        x.shape[1], out.shape[0], BLOCK=block, num_warps=4 if block >= 512 else 1, enable_fp_fusion=False,
+        x.shape[1], out.shape[0], BLOCK=block, num_warps=4 if block > 128 else 1, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -187,5 +187,5 @@ def impl_unpack_rows(x, cu, out):
     block = block_of(item)
     _unpack_rows_kernel[(out.shape[0], min(out.shape[1], 65535))](
         as_bits(op, "x", x), cu, as_bits(op, "out", out), out.stride(0), out.stride(1), x.stride(0), item,
-        out.shape[1], x.shape[0], BLOCK=block, num_warps=4 if block >= 512 else 1, enable_fp_fusion=False,
+        out.shape[1], x.shape[0], BLOCK=block, num_warps=4 if block > 128 else 1, enable_fp_fusion=False,
     )  # fmt: skip

@@ -94,9 +94,10 @@ def impl_draft_topk(logits, d2t, k, temperature, vocab_size, token_ids, log_prob
         fail(op, "temperature", "a value above 1e-5", temperature)
     if rows == 0:
         return
-    block = block_of(columns, 4096)
+    block = block_of(columns, 512, 4096)
     _draft_topk_kernel[(rows,)](
         logits, token_ids if d2t is None else d2t, token_ids, log_probs, lse, logits.stride(0),
         min(columns, vocab_size if d2t is None else d2t.numel()), vocab_size, k, 1.0 / temperature,
-        MAPPED=d2t is not None, K=block_of(k), BLOCK=block, num_warps=8 if block > 1024 else 4, enable_fp_fusion=False,
+        MAPPED=d2t is not None, K=max(16, triton.next_power_of_2(k)), BLOCK=block, num_warps=8 if block > 512 else 4,
+        enable_fp_fusion=False,
     )  # fmt: skip

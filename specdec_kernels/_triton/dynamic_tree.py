@@ -275,11 +275,11 @@ def impl_expand_tree(scores, child_log_probs, k, child_scores, beam, beam_scores
     check(op, "beam_scores", beam_scores, (requests, k), torch.float32)
     if requests == 0:
         return
-    block = block_of(children)
+    block = block_of(children, 64, 256)
     _expand_tree_kernel[(requests,)](
         scores, child_log_probs, child_scores, beam, beam_scores, scores.stride(0), child_log_probs.stride(0),
         child_log_probs.stride(1), max(1, ranks), children, k, BLOCK=block, ONE_TILE=children <= block,
-        num_warps=1 if block <= 128 else 4, enable_fp_fusion=False,
+        num_warps=1 if block == 64 else 4, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -5,9 +5,11 @@ launch. It is made at the first call with these caches (a host-to-device copy: m
 kept.
 """
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -195,39 +197,53 @@ def _prepare_next_kernel(
 
 
 # ------------------------------------------------------------------ host
-def _caches(op: str, k_caches: Sequence[Any], v_caches: Sequence[Any], hnd: bool) -> tuple[Any, int, int, int, int]:
-    """(table rows, pages, rows a page, word, largest piece) of the caches of a call."""
+class _Group(NamedTuple):
+    """The caches of a call: their table on the device, and what all of them share."""
+
+    table: torch.Tensor
+    caches: int
+    heads: int  # most heads of a row
+    pages: int
+    page_size: int
+    launch: dict[str, int]
+
+
+def _group(op: str, k_caches: Sequence[Any], v_caches: Sequence[Any], hnd: bool, device: torch.device) -> _Group:
+    facts = tuple((c.data_ptr(), c.element_size(), tuple(c.shape), c.stride()) for c in (*k_caches, *v_caches))
+    return _group_of(op, facts, len(k_caches), hnd, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _group_of(op: str, facts: tuple[Any, ...], num_k: int, hnd: bool, device: torch.device) -> _Group:
     row_axis, head_axis = (2, 1) if hnd else (1, 2)
     rows: list[tuple[int, ...]] = []
-    pages: int | None = None
-    page_size: int | None = None
-    for argument, caches in (("k_caches", k_caches), ("v_caches", v_caches)):
-        for cache in caches:
-            if cache.dim() not in (4, 5):
-                fail(op, argument, "4 dimensions (5 with layers in front)", list(cache.shape))
-            check_dense(op, argument, cache)
-            for one in cache.unbind(0) if cache.dim() == 5 else (cache,):
-                pages, page_size = pages or one.shape[0], page_size or one.shape[row_axis]
-                if (one.shape[0], one.shape[row_axis]) != (pages, page_size):
-                    fail(op, argument, f"the same pages in every cache ({pages} of {page_size} rows)", list(one.shape))
-                size, heads = one.element_size(), one.shape[head_axis]
-                stride_head, piece = one.stride(head_axis) * size, one.shape[3] * size
-                if stride_head == piece:
-                    heads, piece = 1, heads * piece  # one dense row
-                strides = (one.stride(0) * size, one.stride(row_axis) * size, stride_head)
-                rows.append((one.data_ptr(), *strides, heads, piece))
-    if page_size is None or pages is None:
+    pages = page_size = -1
+    for i, (address, size, shape, stride) in enumerate(facts):
+        argument = "k_caches" if i < num_k else "v_caches"
+        if len(shape) not in (4, 5):
+            fail(op, argument, "4 dimensions (5 with layers in front)", list(shape))
+        if shape[-1] > 1 and stride[-1] != 1 and 0 not in shape:
+            fail(op, argument, "a dense last dimension (stride 1)", f"stride {stride[-1]}")
+        layers, between = (shape[0], stride[0] * size) if len(shape) == 5 else (1, 0)
+        shape, stride = shape[-4:], stride[-4:]
+        if page_size < 0:
+            pages, page_size = shape[0], shape[row_axis]
+        if (shape[0], shape[row_axis]) != (pages, page_size):
+            fail(op, argument, f"the same pages in every cache ({pages} of {page_size} rows)", list(shape))
+        heads, stride_head, piece = shape[head_axis], stride[head_axis] * size, shape[3] * size
+        if stride_head == piece:
+            heads, piece = 1, heads * piece  # one dense row
+        strides = (stride[0] * size, stride[row_axis] * size, stride_head)
+        rows += [(address + layer * between, *strides, heads, piece) for layer in range(layers)]
+    if page_size < 1:
         fail(op, "k_caches", "at least one cache of at least one row a page", "none")
     bits = 16
     for address, stride_page, stride_row, stride_head, heads, piece in rows:
         bits |= address | stride_page | stride_row | piece | (stride_head if heads > 1 else 0)
     word = 16 if bits % 16 == 0 else 4 if bits % 4 == 0 else 1
-    return tuple(rows), pages, page_size, word, max(row[5] for row in rows)
-
-
-def _launch_shape(rows: Any, word: int, piece: int) -> dict[str, int]:
-    block = block_of(piece // min(word, 4))
-    return {"WORD": word, "BLOCK": block, "num_warps": 4 if block >= 512 else 1}
+    block = block_of(max(row[5] for row in rows) // min(word, 4))
+    launch = {"WORD": word, "BLOCK": block, "num_warps": 4 if block > 128 else 1}
+    return _Group(table(tuple(rows), device), len(rows), max(row[4] for row in rows), pages, page_size, launch)
 
 
 def impl_commit_kv(
@@ -237,7 +253,7 @@ def impl_commit_kv(
     op, requests = "commit_kv", context_lens.numel()
     if kv_layout not in ("NHD", "HND"):
         fail(op, "kv_layout", "'NHD' or 'HND'", repr(kv_layout))
-    rows, pages, page_size, word, piece = _caches(op, k_caches, v_caches, kv_layout == "HND")
+    group = _group(op, k_caches, v_caches, kv_layout == "HND", page_table.device)
     check(op, "context_lens", context_lens, (None,))
     check(op, "page_table", page_table, (requests, None))
     check(op, "cu_nodes", cu_nodes, (requests + 1,))
@@ -248,11 +264,11 @@ def impl_commit_kv(
     handled = requests if request_order is None else request_order.numel()
     if handled == 0:
         return
-    _commit_kv_kernel[(handled, len(rows), max(row[4] for row in rows))](
-        table(rows, page_table.device), page_table, context_lens, cu_nodes, accepted_nodes, num_emitted,
+    _commit_kv_kernel[(handled, group.caches, group.heads)](
+        group.table, page_table, context_lens, cu_nodes, accepted_nodes, num_emitted,
         context_lens if request_order is None else request_order,
-        requests, page_table.shape[1], accepted_nodes.shape[1], page_size, pages,
-        ORDERED=request_order is not None, enable_fp_fusion=False, **_launch_shape(rows, word, piece),
+        requests, page_table.shape[1], accepted_nodes.shape[1], group.page_size, group.pages,
+        ORDERED=request_order is not None, enable_fp_fusion=False, **group.launch,
     )  # fmt: skip
 
 
@@ -261,13 +277,12 @@ def impl_copy_pages(src, dst, k_caches, v_caches):
     op = "copy_pages"
     check(op, "src", src, (None,))
     check(op, "dst", dst, (src.numel(),))
-    rows, pages, page_size, word, piece = _caches(op, k_caches, v_caches, False)  # both layouts: a page is a page
+    group = _group(op, k_caches, v_caches, False, src.device)  # both layouts: a page is a page
     if src.numel() == 0:
         return
-    _copy_pages_kernel[(src.numel(), len(rows), max(row[4] for row in rows))](
-        table(rows, src.device), src, dst, pages, page_size, enable_fp_fusion=False,
-        **_launch_shape(rows, word, piece),
-    )  # fmt: skip
+    _copy_pages_kernel[(src.numel(), group.caches, group.heads)](
+        group.table, src, dst, group.pages, group.page_size, enable_fp_fusion=False, **group.launch
+    )
 
 
 def impl_advance(num_emitted, context_lens):
@@ -313,7 +328,7 @@ def impl_gather_accepted(x, cu_nodes, accepted_nodes, num_emitted, out, cu_out):
     _gather_accepted_kernel[(requests + 1, max(1, min(width, 65535)))](
         as_bits(op, "x", x), cu_nodes, accepted_nodes, num_emitted, as_bits(op, "out", out), cu_out,
         x.stride(0), out.stride(0), x.shape[1], x.shape[0], requests, width, out.shape[0],
-        BLOCK=block, num_warps=4 if block >= 512 else 1, enable_fp_fusion=False,
+        BLOCK=block, num_warps=4 if block > 128 else 1, enable_fp_fusion=False,
     )  # fmt: skip
 
 

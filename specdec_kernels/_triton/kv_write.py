@@ -150,7 +150,7 @@ def impl_write_kv(k, v, slot_mapping, k_scale, v_scale, kv_layout, k_cache, v_ca
         as_bits(op, "k_cache", k_cache), as_bits(op, "v_cache", v_cache),
         k_cache.shape[0] * page_size, page_size, heads, *strides,
         K_SCALED=k_scale is not None, V_SCALED=v_scale is not None,
-        BLOCK=block, num_warps=4 if block >= 512 else 1, enable_fp_fusion=False, **kinds,
+        BLOCK=block, num_warps=4 if block > 128 else 1, enable_fp_fusion=False, **kinds,
     )  # fmt: skip
 
 

@@ -126,9 +126,9 @@ def as_bits(op: str, argument: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_BITS[tensor.element_size()])
 
 
-def block_of(count: int, most: int = 1024) -> int:
-    """A power of two for `count` elements."""
-    return max(16, min(most, triton.next_power_of_2(max(1, count))))
+def block_of(count: int, small: int = 128, large: int = 1024) -> int:
+    """Elements of a tile: one of two sizes, so that few kernels are compiled."""
+    return small if count <= small else large
 
 
 @functools.lru_cache(maxsize=64)
