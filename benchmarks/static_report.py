@@ -1,9 +1,9 @@
 """Static figures of every CUDA kernel, for machines without a GPU: `python -m benchmarks.static_report`.
 
-Compiles csrc/**/*_cuda*.cu to cubins and reads them with the cuobjdump of Triton's wheel: registers, stack, shared
-memory, instruction mix of the kernel and of its innermost loops, widths of memory instructions, occupancy at the launch
-shapes of tests/budgets.json. Prints a table, writes a plot (--plot FILE). Nothing is run. tests/test_static_budgets.py
-holds each kernel to its budget.
+Compiles csrc/**/*_cuda.cu and *_sm90.cu to cubins and reads them with the cuobjdump of Triton's wheel: registers,
+stack, shared memory, instruction mix of the kernel and of its innermost loops, widths of memory instructions, and
+occupancy at the launch shapes of tests/budgets.json. Prints a table, writes a plot (--plot FILE). Nothing is run.
+tests/test_static_budgets.py holds each kernel to its budget.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def report(archs: tuple[str, ...] = ARCHS, few: bool = False) -> list[Kernel]:
     """Figures of every kernel for every architecture. `few`: the instances that CI compiles."""
     from tests.cuda_on_cpu import build
 
-    tasks = [(source, arch) for source in build.cuda_sources() for arch in archs]
+    tasks = [(s, arch) for s in build.cuda_sources() for arch in archs if build.arch_of(s, arch) == arch]
     cubins = build.parallel([lambda s=source, a=arch: build_cubin(s, a, few) for source, arch in tasks])
     return [kernel for (_, arch), cubin in zip(tasks, cubins) for kernel in read_cubin(cubin, arch)]
 

@@ -95,7 +95,7 @@ def test_csrc_families_do_not_reach_into_each_other():
 def test_inline_ptx_in_one_file():
     for path in tracked("csrc/**.h", "csrc/**.cpp", "csrc/**.cu", "csrc/**.cuh"):
         asm = [line for line in path.read_text().splitlines() if re.search(r"\basm\b", line) and "//" not in line[:3]]
-        if path.name != "device.cuh":
+        if path.name not in ("device.cuh", "hopper.cuh"):
             ptx = [line for line in asm if '""' not in line]  # compiler barriers are no PTX
             assert not ptx, (path, ptx)
 

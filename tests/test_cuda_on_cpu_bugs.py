@@ -163,7 +163,8 @@ def planted() -> Library:
             build.Ptx(sources[stem], "80", (f"SPECDEC_PLANTED_BUG={number}",), entries)
             for stem, (number, entries) in ON_PATH_B.items()
         )
-    return cuda_on_cpu.library("planted", ptx=ptx)
+    calls = {*SOUND, *(bug.call for bug in BUGS)}
+    return cuda_on_cpu.library("planted", ptx=ptx, ops=frozenset(call()[0] for call in calls))
 
 
 def results_of(op: str, arguments: list[object]) -> list[torch.Tensor]:

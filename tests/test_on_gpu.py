@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # The machine is bare: torch with NumPy and Triton, nothing else.
 BARE = """
 import runpy, sys
+sys.modules["specdec_kernels._C"] = None  # built for one Python; the op libraries serve any
 NAMES = "transformers pytest hypothesis scipy matplotlib rich gguf accelerate safetensors prometheus_client"
 for name in NAMES.split():
     sys.modules[name] = None

@@ -28,12 +28,14 @@ def faults(kernel: Kernel, budget: dict) -> list[str]:
     blocks, limit = kernel.occupancy(budget["threads"], budget["dynamic_shared"])
     if blocks < budget["blocks_per_sm"]:
         found.append(f"{blocks} blocks an SM (limited by {limit}), budget {budget['blocks_per_sm']}")
-    for name, least in budget.get("at_least", {}).items():
-        if kernel.mix.get(name, 0) < least:
-            found.append(f"{kernel.mix.get(name, 0)} {name} instructions, budget at least {least}")
-    for name, most in budget.get("at_most", {}).items():
-        if kernel.mix.get(name, 0) > most:
-            found.append(f"{kernel.mix.get(name, 0)} {name} instructions, budget at most {most}")
+    loop = kernel.main_loop.mix if kernel.main_loop else {}
+    for mix, bounds, where in ((kernel.mix, budget, ""), (loop, budget.get("main_loop", {}), " in the main loop")):
+        for name, least in bounds.get("at_least", {}).items():
+            if mix.get(name, 0) < least:
+                found.append(f"{mix.get(name, 0)} {name} instructions{where}, budget at least {least}")
+        for name, most in bounds.get("at_most", {}).items():
+            if mix.get(name, 0) > most:
+                found.append(f"{mix.get(name, 0)} {name} instructions{where}, budget at most {most}")
     return found
 
 
@@ -65,6 +67,11 @@ def test_a_budget_that_is_too_small_is_reported():
     kernel = next(k for k in kernels if k.name == "build_tree_kernel")
     budget = dict(budget_of(kernel.name, budgets()) or {}, registers=kernel.registers // 2, blocks_per_sm=99)
     assert len(faults(kernel, budget)) == 2
+    assert kernel.main_loop is not None
+    budget = dict(budget_of(kernel.name, budgets()) or {}, main_loop={"at_most": {"INT": 0}, "at_least": {"MMA": 1}})
+    assert [fault.split(",")[0].split(" ", 1)[1] for fault in faults(kernel, budget)] == [
+        "MMA instructions in the main loop", "INT instructions in the main loop",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,8 +30,8 @@ _chosen = ["race", "80"]  # variant of `emulated`, architecture of `ptx`
 
 
 def choose(variant: str, ptx_arch: str) -> None:
-    """What `register` builds (pytest's --emulated-variant and --ptx-arch). An asan build has no path B: the translated
-    code is judged by the runtime's own checks, which that build leaves out."""
+    """What `register` builds (pytest's --emulated-variant and --ptx-arch). With asan there is path A alone: the other
+    backends are judged by the runtime's own checks, which that build leaves out."""
     if variant not in ("race", "asan") or ptx_arch not in ("80", "90a"):
         raise ValueError(f"choose: expected race or asan, and 80 or 90a, got {variant!r} and {ptx_arch!r}")
     _chosen[:] = variant, ptx_arch
@@ -38,18 +39,23 @@ def choose(variant: str, ptx_arch: str) -> None:
 
 @functools.cache
 def library(
-    variant: str = "race", ptx_arch: str | None = None, defines: tuple[str, ...] = (), ptx: tuple[build.Ptx, ...] = ()
+    variant: str = "race",
+    ptx_arch: str | None = None,
+    defines: tuple[str, ...] = (),
+    ptx: tuple[build.Ptx, ...] = (),
+    ops: frozenset[str] = frozenset(),
 ) -> Library:
     """Build and load the CUDA files of the package.
 
     variant: "race", "plain", "planted" or "asan" (tests/cuda_on_cpu/build.py). ptx_arch: also carry the translated PTX
-    of every file for this architecture ("80", "90a"); `ptx` says so file by file. defines: macros for path A.
+    of every file for this architecture ("80", "90a"); `ptx` says so file by file. defines: macros for path A. ops: only
+    the files that implement one of them.
     """
     name = "_".join(["specdec_emulated", variant, *([f"sm{ptx_arch}"] if ptx_arch else [])])
     name += "".join("_" + re.sub(r"\W", "_", define) for define in defines)
-    sources = build.cuda_sources()
+    sources = [path for path in build.cuda_sources() if not ops or ops & ops_in(path)]
     if ptx_arch:
-        ptx = tuple(build.Ptx(source, ptx_arch, defines) for source in sources)
+        ptx = tuple(build.Ptx(source, build.arch_of(source, ptx_arch), defines) for source in sources)
     path = build.emulated_library(sources, name, variant, ptx, defines)
     _ops.define_namespace(name)
     torch.ops.load_library(str(path))
@@ -78,11 +84,11 @@ def _has_kernel(namespace: str, op: str) -> bool:
 @functools.cache
 def missing(backend: str) -> str | None:
     """Why `backend` cannot run here at all; None if it can."""
+    if backend != "emulated" and _chosen[0] == "asan":
+        return "asan builds are of path A"
     if backend in ("emulated", "ptx"):
         if reason := build.missing():
             return reason
-        if backend == "ptx" and _chosen[0] == "asan":
-            return "asan builds are of path A"
         return "no nvcc" if backend == "ptx" and build.nvcc() is None else None
     from tests.cuda_on_cpu import triton_backends
 
@@ -129,8 +135,12 @@ def ops_with_source(backend: str) -> frozenset[str]:
     """Ops that have a CUDA (or Triton) implementation in the tree; told from the sources, without building."""
     if backend.startswith("triton"):
         return frozenset(importlib.import_module("specdec_kernels._triton").OPS)
-    texts = [path.read_text() for path in build.cuda_sources()]
-    return frozenset(op for text in texts for op in re.findall(r'm\.impl\("(\w+)"', text))
+    return frozenset().union(*(ops_in(path) for path in build.cuda_sources()))
+
+
+def ops_in(source: Path) -> frozenset[str]:
+    """Ops that a CUDA file registers."""
+    return frozenset(re.findall(r'm\.impl\("(\w+)"', source.read_text()))
 
 
 def supports(op: str, backend: str) -> bool:

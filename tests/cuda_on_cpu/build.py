@@ -192,5 +192,10 @@ def key_of(defines: tuple[str, ...]) -> str:
 
 
 def cuda_sources() -> list[Path]:
-    """Every CUDA file of the package that runs on any architecture (wgmma files need path B)."""
-    return sorted((ROOT / "csrc").rglob("*_cuda*.cu"))
+    """Every CUDA file of the package, by the patterns of setup.py."""
+    return sorted(path for pattern in ("*_cuda.cu", "*_sm90.cu") for path in (ROOT / "csrc").rglob(pattern))
+
+
+def arch_of(source: Path, arch: str) -> str:
+    """The architecture to compile `source` for: `arch`, but wgmma exists on sm_90a alone."""
+    return "90a" if source.stem.endswith("_sm90") else arch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from tests.cuda_on_cpu.ptx import hopper
 from tests.cuda_on_cpu.ptx.arithmetic import handles
 from tests.cuda_on_cpu.ptx.function import C_TYPES, Function
 from tests.cuda_on_cpu.ptx.parser import SIZES, UnsupportedError
@@ -124,6 +125,10 @@ def copy_async(f: Function, p: list[str], a: list[str]) -> str:
         return f"cp_async_wait({a[0]}, false);"
     if p[1:3] == ["async", "wait_all"]:
         return "cp_async_wait(0, true);"
+    if p[1:3] == ["async", "bulk"]:
+        return hopper.bulk_copy(f, p, a)
+    if p[1:4] == ["async", "mbarrier", "arrive"]:
+        return hopper.arrive_after_copies(f, p, a)
     if p[1] != "async" or p[2] not in ("ca", "cg"):
         raise UnsupportedError(".".join(p))
     site = f.site("cp.async", int(a[2], 0))
@@ -196,8 +201,12 @@ def barrier(f: Function, p: list[str], a: list[str]) -> str:
 
 @handles("membar", "fence")
 def fence(f: Function, p: list[str], a: list[str]) -> str:
-    if "proxy" in p or "mbarrier_init" in p:
-        raise UnsupportedError(".".join(p))
+    if "mbarrier_init" in p:
+        return ";"  # inits are visible at once here
+    if "proxy" in p:
+        if p[1:3] != ["proxy", "async"]:
+            raise UnsupportedError(".".join(p))
+        return "fence_async_proxy();"
     return ";" if "cta" in p else "fence();"
 
 

@@ -33,8 +33,9 @@ void record_access(Cell& cell, Thread* thread, bool write, bool atomic, const vo
   // A store of the value that is already there changes nothing (Triton emits such stores for replicated lanes).
   if (cell.written && !same_value && conflict(cell.write))
     race(write ? "write-write race" : "read-after-write race", cell.write);
-  Access now{where, block->clock_of(thread->linear)[thread->linear], block->index,
-             static_cast<uint16_t>(thread->linear), atomic};
+  Access now{where,        block->clock_of(thread->linear)[thread->linear],
+             block->index, static_cast<uint16_t>(thread->linear),
+             atomic,       false};
   if (write) {
     for (int i = 0; i < cell.num_reads && !same_value; i++)
       if (conflict(cell.read[i])) race("write-after-read race", cell.read[i]);
@@ -100,9 +101,54 @@ void shared_access(Thread* thread, size_t offset, size_t bytes, bool write, bool
       report_once("uninitialised", where, nullptr,
                   "read of uninitialised shared memory, byte " + std::to_string(i) + ": " +
                       thread_name(thread->linear) + " at " + place(where));
+    if (write && !block->wgmma_reads.empty() && block->wgmma_reads[i / 16])
+      report_once("operand", where, nullptr,
+                  "write to a wgmma operand in flight, shared byte " + std::to_string(i) + ": " +
+                      thread_name(thread->linear) + " at " + place(where));
     record_access(cell, thread, write, atomic, where, same_value, "shared", i, "");
     if (write) cell.in_flight = copy;
   }
+}
+
+// A copy has landed: from now on its bytes count as written by the copy engine, at a new tick of the engine's clock.
+void engine_wrote(Block* block, const char* destination, size_t bytes, bool async_proxy) {
+  size_t offset = static_cast<size_t>(destination - block->arena);
+  block->engine_clock++;
+  for (size_t i = offset; i < offset + bytes; i++) {
+    Cell& cell = shared_cell(block, i);
+    cell.in_flight = false;
+    cell.write.clock = block->engine_clock;
+    cell.write.thread = kCopyEngine;
+    cell.write.async_proxy = async_proxy;
+  }
+}
+
+// wgmma reads 16 bytes of an operand: judged when it is issued, remembered as a read of `thread` when it has retired.
+void operand_read_begins(Thread* thread, size_t offset, const void* where) {
+  Block* block = thread->owner;
+  for (size_t i = offset; i < offset + 16; i++) {
+    Cell& cell = shared_cell(block, i);
+    auto fault = [&](const char* what) {
+      report_once(what, where, cell.write.where,
+                  std::string(what) + ", shared byte " + std::to_string(i) + ": " + thread_name(thread->linear) +
+                      " at " + place(where) +
+                      (cell.written ? "  vs  " + thread_name(cell.write.thread) + " at " + place(cell.write.where)
+                                    : std::string()));
+    };
+    const uint32_t writer = cell.write.thread == kCopyEngine ? block->num_threads : cell.write.thread;
+    if (!cell.written)
+      fault("wgmma operand was never written");
+    else if (cell.in_flight)
+      fault("wgmma operand is the destination of a copy in flight");
+    else if (!ordered_before(cell.write, thread))
+      fault("read-after-write race on a wgmma operand");
+    else if (!cell.write.async_proxy && cell.write.clock > block->proxy_fenced[writer])
+      fault("wgmma operand was written without fence.proxy.async");
+  }
+}
+void operand_read_ends(Thread* thread, size_t offset, const void* where) {
+  for (size_t i = offset; i < offset + 16; i++)
+    record_access(shared_cell(thread->owner, i), thread, false, false, where, false, "shared", i, "");
 }
 
 // The copy's bytes count as written by the issuing thread at its wait.

@@ -55,7 +55,7 @@ Knowledge snapshot(Thread* thread) {
   const uint32_t* row = block->clock_of(thread->linear);
   auto all = std::make_shared<std::map<uint32_t, BlockClock>>();
   if (thread->foreign) *all = *thread->foreign;
-  (*all)[block->index] = std::make_shared<const std::vector<uint32_t>>(row, row + block->num_threads);
+  (*all)[block->index] = std::make_shared<const std::vector<uint32_t>>(row, row + block->num_clocks());
   return all;
 }
 
@@ -64,7 +64,7 @@ void learn(Thread* thread, const Knowledge& news) {
   Block* block = thread->owner;
   if (auto own = news->find(block->index); own != news->end()) {
     uint32_t* row = block->clock_of(thread->linear);
-    for (uint32_t i = 0; i < block->num_threads; i++) row[i] = std::max(row[i], (*own->second)[i]);
+    for (uint32_t i = 0; i < block->num_clocks(); i++) row[i] = std::max(row[i], (*own->second)[i]);
   }
   thread->foreign = join(thread->foreign, news);
 }
@@ -113,7 +113,8 @@ void check_atomic(const void* address, size_t bytes, bool write, Order order, co
 
 bool ordered_before(const Access& access, Thread* thread) {
   Block* block = thread->owner;
-  if (access.block == block->index) return access.clock <= block->clock_of(thread->linear)[access.thread];
+  const uint32_t index = access.thread == kCopyEngine ? block->num_threads : access.thread;
+  if (access.block == block->index) return access.clock <= block->clock_of(thread->linear)[index];
   if (!thread->foreign) return false;
   auto known = thread->foreign->find(access.block);
   return known != thread->foreign->end() && access.clock <= (*known->second)[access.thread];
@@ -122,11 +123,11 @@ bool ordered_before(const Access& access, Thread* thread) {
 // Everyone learns what anyone knows; each then starts a new epoch.
 void join_threads(Block* block, Thread** threads, size_t count) {
   static std::vector<uint32_t> all;
-  all.assign(block->num_threads, 0);
+  all.assign(block->num_clocks(), 0);
   Knowledge foreign;
   for (size_t k = 0; k < count; k++) {
     const uint32_t* row = block->clock_of(threads[k]->linear);
-    for (uint32_t i = 0; i < block->num_threads; i++) all[i] = std::max(all[i], row[i]);
+    for (uint32_t i = 0; i < block->num_clocks(); i++) all[i] = std::max(all[i], row[i]);
     foreign = join(foreign, threads[k]->foreign);
   }
   for (size_t k = 0; k < count; k++) {
@@ -138,7 +139,9 @@ void join_threads(Block* block, Thread** threads, size_t count) {
 }
 
 void reset_clocks(Block* block) {
-  block->clocks.assign(static_cast<size_t>(block->num_threads) * block->num_threads, 0);
+  block->clocks.assign(static_cast<size_t>(block->num_threads) * block->num_clocks(), 0);
+  block->proxy_fenced.assign(block->num_clocks(), 0);
+  block->engine_clock = 0;
   for (uint32_t i = 0; i < block->num_threads; i++) block->clock_of(i)[i] = 1;
 }
 

@@ -1,4 +1,6 @@
 // Barriers and warp collectives, with the checks that hardware does not make: divergence, absent lanes, deadlock.
+#include <algorithm>
+
 #include "internal.h"
 
 namespace emulated {
@@ -47,8 +49,8 @@ static void arrive(Barrier& barrier, int id, int count, bool wait, At at) {
     barrier.waiting.push_back(thread);
   } else if (grid.checks) {
     uint32_t* clock = block->clock_of(thread->linear);
-    barrier.clock.resize(block->num_threads);
-    for (uint32_t i = 0; i < block->num_threads; i++) barrier.clock[i] = std::max(barrier.clock[i], clock[i]);
+    barrier.clock.resize(block->num_clocks());
+    for (uint32_t i = 0; i < block->num_clocks(); i++) barrier.clock[i] = std::max(barrier.clock[i], clock[i]);
     barrier.foreign = join(barrier.foreign, thread->foreign);
     clock[thread->linear]++;
   }
@@ -181,13 +183,16 @@ void warpgroup_collective(const void* kind, void* argument, GroupFinish finish, 
 // ------------------------------------------------------------------ exit
 void thread_exits(Thread* thread) {
   Block* block = thread->owner;
-  if (thread->landed < thread->copies.size() && !block->warned_copies) {
+  const uint64_t arrived = std::max(thread->forgotten + thread->landed, thread->promised);
+  if (arrived < thread->forgotten + thread->copies.size() && !block->warned_copies) {
     block->warned_copies = true;
     report("thread exits with cp.async copies that were never waited for", block, thread);
   }
+  check_wgmma_at_exit(thread);
   thread->state = State::done;
   thread->warp->exited |= 1u << thread->lane;
   block->live--;
+  if (block->live == 0) check_mbarriers_at_exit(block);
   for (Thread* mate : thread->warp->lane) {
     if (mate && mate->state == State::at_collective && mate->mask >> thread->lane & 1) {
       report("warp collective at " + place(mate->at) + " waits for a lane that has exited", block, mate);

@@ -32,6 +32,9 @@ struct Grid;
 
 enum class State : uint8_t { runnable, at_barrier, at_collective, done };
 
+struct Mbarrier;  // mbarrier.cpp
+struct WgmmaOp;   // wgmma.cpp
+
 struct AsyncCopy {
   char* destination;
   const char* source;
@@ -57,10 +60,14 @@ struct Thread : ThreadContext {
   uint32_t mask;
   void* argument;
   At at;
-  // cp.async: copies issued and not yet waited for, in groups
+  // cp.async: copies issued, the first `landed` of them have arrived; `forgotten` more came before. A group is the
+  // number of copies ever issued when it was committed.
   std::vector<AsyncCopy> copies;
-  std::vector<uint32_t> groups;
+  std::vector<uint64_t> groups;
   uint32_t landed;
+  uint64_t forgotten;
+  uint64_t promised;  // copies that an mbarrier waits for
+  bool wgmma_fenced;
   // memory order between blocks
   Knowledge foreign;          // what it knows of other blocks
   Knowledge fence_release;    // what it knew at its last fence: handed on by later relaxed atomics
@@ -70,6 +77,9 @@ struct Thread : ThreadContext {
 struct Warp {
   uint32_t waiting, exited;
   Thread* lane[32];
+  // wgmma: issued and not yet committed, then one list a committed group
+  std::vector<std::shared_ptr<WgmmaOp>> issued;
+  std::vector<std::vector<std::shared_ptr<WgmmaOp>>> committed;
 };
 
 struct Barrier {
@@ -81,12 +91,15 @@ struct Barrier {
   uint32_t last_true, last_arrived;
 };
 
-// One access as the detectors remember it.
+// Stands for a thread in an Access: the copy engine, which lands bulk copies and runs on a clock of its own.
+constexpr uint16_t kCopyEngine = 0xffff;
+
+// One access as the detectors remember it. `async_proxy`: made by the copy engine, so wgmma sees it without a fence.
 struct Access {
   const void* where;
   uint32_t clock, block;
   uint16_t thread;
-  bool atomic;
+  bool atomic, async_proxy;
 };
 // History of one byte of shared or global memory.
 struct Cell {
@@ -119,9 +132,16 @@ struct Block {
   size_t stack_bytes = 0, num_stacks = 0;
   Cell* shadow = nullptr;  // kArena cells, mapped on first use
   uint32_t generation = 0;
-  std::vector<uint32_t> clocks;  // num_threads x num_threads
+  std::vector<uint32_t> clocks;  // a row of num_clocks() for each thread
+  // Hopper's asynchronous units
+  std::map<size_t, std::shared_ptr<Mbarrier>> mbarriers;  // by offset in the arena
+  std::vector<uint16_t> wgmma_reads;                      // operands in flight, by 16-byte chunk of the arena
+  std::vector<std::shared_ptr<WgmmaOp>> wgmma_ops[8];     // of each warpgroup, not yet retired by all its warps
+  std::vector<uint32_t> proxy_fenced;                     // by clock: writes up to here are visible to wgmma
+  uint32_t engine_clock = 0;
 
-  uint32_t* clock_of(uint32_t thread) { return &clocks[size_t(thread) * num_threads]; }
+  uint32_t num_clocks() const { return num_threads + 1; }  // the last one is the copy engine's
+  uint32_t* clock_of(uint32_t thread) { return &clocks[size_t(thread) * num_clocks()]; }
   ~Block();
 };
 
@@ -192,5 +212,13 @@ void shared_access(Thread* thread, size_t offset, size_t bytes, bool write, bool
 void global_access(Thread* thread, const void* address, size_t bytes, bool write, bool atomic, const void* where,
                    bool same_value);
 void copies_landed(Thread* thread, const AsyncCopy& copy);
+void engine_wrote(Block* block, const char* destination, size_t bytes, bool async_proxy);
+void operand_read_begins(Thread* thread, size_t offset, const void* where);
+void operand_read_ends(Thread* thread, size_t offset, const void* where);
+// shared_memory.cpp
+void land_copies_until(Thread* thread, uint64_t count, bool by_engine);
+// mbarrier.cpp, wgmma.cpp
+void check_mbarriers_at_exit(Block* block);
+void check_wgmma_at_exit(Thread* thread);
 
 }  // namespace emulated

@@ -45,6 +45,9 @@ static void prepare_slot(Block* block, uint32_t num_threads) {
 
 static void prepare_memory(Block* block) {
   block->objects.clear();
+  block->mbarriers.clear();
+  block->wgmma_reads.clear();
+  for (auto& ops : block->wgmma_ops) ops.clear();
   block->dynamic_bytes = block->used = grid.shape.shared_bytes;
 #if EMULATED_ASAN
   __asan_poison_memory_region(block->arena, kArena);

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "device_model.h"
+#include "hopper.h"
 #include "number_formats.h"
 #include "ptx_kernels.h"
 

@@ -67,6 +67,7 @@ std::string place(const void* where) {
 }
 
 std::string thread_name(uint32_t thread) {
+  if (thread == kCopyEngine) return "the copy engine";
   return "thread " + std::to_string(thread) + " (warp " + std::to_string(thread / 32) + " lane " +
          std::to_string(thread % 32) + ")";
 }

@@ -55,9 +55,7 @@ __attribute__((noinline)) void cp_async(void* destination, const void* source, i
 
 void cp_async_commit() {
   Thread* thread = self();
-  uint32_t grouped = thread->landed;
-  for (uint32_t group : thread->groups) grouped += group;
-  thread->groups.push_back(static_cast<uint32_t>(thread->copies.size()) - grouped);
+  thread->groups.push_back(thread->forgotten + thread->copies.size());
 }
 
 void cp_async_wait(int groups_in_flight, bool all) {
@@ -65,15 +63,26 @@ void cp_async_wait(int groups_in_flight, bool all) {
   if (all) cp_async_commit();
   size_t allowed = static_cast<size_t>(groups_in_flight);
   size_t finished = thread->groups.size() > allowed ? thread->groups.size() - allowed : 0;
-  for (size_t group = 0; group < finished; group++) {
-    for (uint32_t i = 0; i < thread->groups[group]; i++) {
-      AsyncCopy& copy = thread->copies[thread->landed++];
-      if (!copy.landed) land(copy);
-      if (grid.checks) copies_landed(thread, copy);
-    }
-  }
+  if (!finished) return;
+  uint64_t count = thread->groups[finished - 1];
   thread->groups.erase(thread->groups.begin(), thread->groups.begin() + static_cast<long>(finished));
+  land_copies_until(thread, count, false);
+}
+
+// Lands the first `count` copies that `thread` ever issued, for itself (at its wait) or `by_engine` (they report to an
+// mbarrier).
+void land_copies_until(Thread* thread, uint64_t count, bool by_engine) {
+  while (thread->forgotten + thread->landed < count) {
+    AsyncCopy& copy = thread->copies[thread->landed++];
+    if (!copy.landed) land(copy);
+    if (!grid.checks) continue;
+    if (by_engine)
+      engine_wrote(thread->owner, copy.destination, copy.bytes, false);
+    else
+      copies_landed(thread, copy);
+  }
   if (thread->landed == thread->copies.size()) {
+    thread->forgotten += thread->landed;
     thread->copies.clear();
     thread->landed = 0;
   }

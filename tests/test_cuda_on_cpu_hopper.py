@@ -1,0 +1,114 @@
+"""Hopper's asynchronous units: path A against path B and torch, and the reports on misuse of each of them."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+
+import pytest
+import torch
+
+from tests.cuda_on_cpu import build
+from tests.cuda_on_cpu.library import EmulationError, Library
+
+pytestmark = pytest.mark.skipif(build.missing() is not None or build.nvcc() is None, reason="no CUDA toolkit")
+
+COPIES = ("bulk", "async", "stores")
+FAULTS = ("none", "no_proxy_fence", "early_release", "no_wait", "no_wgmma_fence", "short_expectation", "unwaited",
+          "unreleased")  # fmt: skip
+TILES = 5  # more than stages plus one
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    source = build.HERE / "kernels" / "hopper.cu"
+    return Library(build.emulated_library([source], "specdec_hopper", "race", [build.Ptx(source, "90a")]))
+
+
+def swizzled(panels: torch.Tensor) -> torch.Tensor:
+    """[..., 64, 64] panels in the 128-byte swizzle: chunk c of row r at c ^ (r % 8)."""
+    chunks = panels.view(*panels.shape[:-1], 8, 8)
+    rows = torch.arange(64)[:, None]
+    return chunks[..., rows, torch.arange(8)[None] ^ (rows % 8), :].reshape(panels.shape).contiguous()
+
+
+def run(
+    library: Library, columns: int = 64, dtype: torch.dtype = torch.bfloat16, transposed: bool = False,
+    registers: bool = False, copy: str = "bulk", fault: str = "none",
+    out: torch.Tensor | None = None, **config: object,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(what the kernel computed, what it should have)."""
+    generator = torch.Generator().manual_seed(columns)
+    a = torch.randn(TILES, 64, 64, generator=generator).to(dtype)
+    b = torch.randn(TILES, columns // 64, 64, 64, generator=generator).to(dtype)
+    left = a.double().mT if transposed and not registers else a.double()
+    if transposed:  # panels of k rows, beside each other
+        right = b.double().transpose(1, 2).reshape(TILES, 64, columns)
+    else:
+        right = b.double().reshape(TILES, columns, 64).mT
+    given = [swizzled(x) if copy == "bulk" else x for x in (a, b)]
+    out = torch.full((64, columns), float("nan")) if out is None else out
+    named = [("a", given[0], False), ("b", given[1], False), ("out", out, True)]
+    with library.configured(**config), library.tensors(named):
+        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (*given, out)]
+        numbers = (
+            TILES,
+            columns,
+            dtype == torch.bfloat16,
+            transposed,
+            registers,
+            COPIES.index(copy),
+            FAULTS.index(fault),
+        )
+        library.run_hopper(*pointers, *map(int, numbers))
+    return out, (left @ right).sum(0).float()
+
+
+@pytest.mark.parametrize("columns", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_both_paths_equal_each_other_and_the_product(library: Library, columns: int, dtype: torch.dtype):
+    for transposed, registers, copy in itertools.product((False, True), (False, True), COPIES):
+        results = []
+        for path in ("source", "ptx"):
+            out, want = run(library, columns, dtype, transposed, registers, copy, path=path)
+            assert torch.allclose(out, want, atol=1e-3, rtol=1e-4), (transposed, registers, copy, path)
+            results.append(out)
+        assert torch.equal(*results), (transposed, registers, copy)
+
+
+@pytest.mark.parametrize("path", ["source", "ptx"])
+@pytest.mark.parametrize("schedule", ["reverse", "random", "priority"])
+def test_no_report_on_any_schedule(library: Library, schedule: str, path: str):
+    expected, _ = run(library)
+    for seed, copy in itertools.product(range(3), COPIES):
+        config = dict(path=path, schedule=schedule, seed=seed, landing="random", preempt=200)
+        assert torch.equal(run(library, copy=copy, **config)[0], expected), (seed, copy)
+
+
+@pytest.mark.parametrize("path", ["source", "ptx"])
+@pytest.mark.parametrize(
+    ("fault", "copy", "says"),
+    [
+        ("no_proxy_fence", "async", r"wgmma operand was written without fence\.proxy\.async"),
+        ("no_proxy_fence", "stores", r"wgmma operand was written without fence\.proxy\.async"),
+        ("early_release", "bulk", r"write to a wgmma operand in flight|write-after-read race on shared"),
+        ("early_release", "async", r"write to a wgmma operand in flight|write-after-read race on shared"),
+        ("no_wait", "bulk", r"never written|copy in flight|race on a wgmma operand"),
+        ("no_wait", "stores", r"never written|race on a wgmma operand"),
+        ("no_wgmma_fence", "bulk", r"wgmma without wgmma\.fence"),
+        ("short_expectation", "bulk", r"race on a wgmma operand|copy in flight"),
+        ("unwaited", "bulk", r"products that were never waited for"),
+        ("unreleased", "bulk", r"deadlock: no thread can run; .* waits at .*hopper\.cu:\d+"),
+    ],
+)
+def test_misuse_is_reported(library: Library, fault: str, copy: str, says: str, path: str):
+    with pytest.raises(EmulationError, match=says):
+        run(library, fault=fault, copy=copy, path=path)
+
+
+def test_accumulators_hold_nothing_before_the_wait(library: Library):
+    """Path A delivers products at the wait: a kernel that never waits stores NaN (on path B only the report tells)."""
+    out = torch.zeros(64, 64)
+    with pytest.raises(EmulationError):
+        run(library, fault="unwaited", out=out)
+    assert out.isnan().all()
