@@ -170,15 +170,35 @@ inline int64_t tile_cost(const TreeAttentionParams& p, const Block& block) {
   return static_cast<int64_t>(block.num_heads) * (block.num_nodes * p.group + 8);
 }
 
-// How many heads may share a block: fewer when the batch is too small to give every thread enough chunks.
+// How many heads may share a block: the choice with the least estimated work, in units of one row against one tile.
+// Many heads read the cache in long runs; few heads make enough blocks to fill the threads without cutting them along
+// the keys, and a cut costs each row its partial result, written and merged (measured: half a tile of that row).
 inline int choose_heads_limit(const TreeAttentionParams& p, int threads) {
-  int limit = p.num_kv_heads;
-  for (; limit > 1 && threads > 1; limit = (limit + 1) / 2) {
-    int64_t chunks = 0;
-    for_each_block(p, limit, [&](const Block& block) { chunks += block.num_tiles / kMinChunkTiles + 1; });
-    if (chunks >= static_cast<int64_t>(threads) * kItemsPerThread) break;
+  if (threads == 1) return p.num_kv_heads;
+  const int64_t items = static_cast<int64_t>(threads) * kItemsPerThread;
+  const int64_t row_bytes = p.head_dim * element_bytes(p.kv_element);
+  const bool side_by_side = p.k_stride_head < p.k_stride_row;  // the heads of a key, as in an NHD cache
+  int64_t least = INT64_MAX;
+  int best = p.num_kv_heads;
+  for (int limit = p.num_kv_heads;; limit = (limit + 1) / 2) {
+    const int64_t run = side_by_side ? limit * row_bytes : 2048;
+    const int64_t short_run = run < 2048 ? 2048 / run - 1 : 0;  // rows that a tile read in short runs costs more
+    int64_t blocks = 0, cost = 0, cut = 0, most_items = 0;
+    for_each_block(p, limit, [&](const Block& block) {
+      blocks++;
+      cost += block.num_tiles * (tile_cost(p, block) + block.num_heads * short_run);
+      cut += static_cast<int64_t>(block.num_heads) * block.num_nodes * p.group;
+      most_items += block.num_tiles / kMinChunkTiles + 1;
+    });
+    const int64_t chunks = blocks ? (items + blocks - 1) / blocks : 1;
+    if (chunks > 1) cost += cut * chunks / 2;
+    if (most_items < items) cost += cost;  // threads would stand idle
+    if (cost < least) {
+      least = cost;
+      best = limit;
+    }
+    if (limit == 1) return best;
   }
-  return limit;
 }
 
 inline int64_t count_blocks(const TreeAttentionParams& p, int heads_limit) {
