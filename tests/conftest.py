@@ -117,6 +117,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     op = next(op for pattern, op in _SUITES if re.search(pattern, metafunc.module.__name__))
     emulated = cuda_on_cpu.BACKENDS
     takes_part = [b for b in _backends() if b.name not in emulated or cuda_on_cpu.supports(op, b.name)]
+    if op == "tree_attention" and not metafunc.config.getoption("--long"):  # CI: tests/test_attention_triton.py
+        takes_part = [b for b in takes_part if not b.name.startswith("triton")]
     metafunc.parametrize("backend", takes_part, ids=repr, indirect=True)
 
 

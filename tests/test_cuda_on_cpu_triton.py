@@ -35,11 +35,20 @@ def add(x, y, out, N: tl.constexpr):
     i = tl.arange(0, N)
     tl.store(out + i, (tl.load(x + i) + tl.load(y + i)).to(tl.float32))
 
+@triton.jit
+def narrow(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.load(x + i).to(tl.bfloat16))
+
 torch.manual_seed(0)
 x, y = torch.randn(16, 16).bfloat16(), torch.randn(16, 16).bfloat16()
 out = torch.zeros(16, 16)
 dot[(1,)](x, y, out, N=16)
 print("dot", float((out - x.float() @ y.float()).abs().max()))
+wide = torch.cat([torch.randn(252), torch.tensor([float("nan"), float("inf"), 1 + 2**-8, 3.4e38])])
+short = torch.zeros(256, dtype=torch.bfloat16)
+narrow[(1,)](wide, short, N=256)
+print("rounding", torch.equal(short.nan_to_num(7.0), wide.bfloat16().nan_to_num(7.0)))
 try:
     add[(1,)](x, y, out, N=16)
     print("add", float((out[0] - (x[0] + y[0]).float()).abs().max()))
@@ -60,12 +69,15 @@ def interpret(tmp_path: Path, mode: str) -> str:
 def test_bfloat16_dot_is_right_and_other_arithmetic_is_refused(tmp_path: Path):
     out = interpret(tmp_path, "guarded").splitlines()
     assert float(out[0].split()[1]) < 1e-4
-    assert out[1] == "add refused True"
+    assert out[1] == "rounding True"
+    assert out[2] == "add refused True"
 
 
 def test_the_interpreter_alone_is_wrong_for_bfloat16(tmp_path: Path):
     """Negative control: the day this fails, Triton has learnt bfloat16 and the guard may go."""
-    assert float(interpret(tmp_path, "bare").splitlines()[0].split()[1]) > 1.0
+    out = interpret(tmp_path, "bare").splitlines()
+    assert float(out[0].split()[1]) > 1.0
+    assert out[1] == "rounding False"
 
 
 def test_random_words_equal_the_reference():

@@ -1,8 +1,9 @@
 """A process with TRITON_INTERPRET=1: reads (op, args) pickles from stdin, runs the Triton twin, answers on stdout.
 
 Triton's interpreter keeps bfloat16 as raw 16-bit integers and computes with them, silently wrong. Here tl.dot converts
-its operands to float32 first (what the tensor core does: exact products, float32 sums), and every other arithmetic on
-bfloat16 is refused: kernels must convert to float32 anyway.
+its operands to float32 first (what the tensor core does: exact products, float32 sums), float32 is rounded to the
+nearest bfloat16 as in compiled code (the interpreter cuts), and every other arithmetic on bfloat16 is refused: kernels
+must convert to float32 anyway.
 """
 
 from __future__ import annotations
@@ -39,6 +40,16 @@ def guard_bfloat16() -> None:
         product = np.matmul(as_float32(a), as_float32(b), dtype=np.float32)
         return TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
 
+    plain_cast = InterpreterBuilder.cast_impl
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
+            return plain_cast(self, src, dst_type)
+        bits = src.data.astype(np.float32).view(np.uint32)
+        nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        kept = np.where(np.isnan(src.data), bits >> 16 | 0x40, nearest)
+        return TensorHandle(kept.astype(np.uint16), dst_type.scalar)
+
     def refusing(name: str) -> Any:
         plain = getattr(InterpreterBuilder, name)
 
@@ -50,6 +61,7 @@ def guard_bfloat16() -> None:
         return checked
 
     InterpreterBuilder.create_dot = create_dot
+    InterpreterBuilder.cast_impl = cast_impl
     for name in ("binary_op", "unary_op"):
         setattr(InterpreterBuilder, name, refusing(name))
 
