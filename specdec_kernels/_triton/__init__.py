@@ -25,6 +25,7 @@ OPS: dict[str, str] = {
     "truncate": "kv",
     "gather_accepted": "kv",
     "prepare_next": "kv",
+    "tree_attention": "attention",
 }
 
 _loaded: dict[str, Any] = {}  # keeps each Library alive: it unregisters when collected
