@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.attention_suite import FP8, POSITIONAL, Problem, build, draw, rng_of, size_of
 from tests.attention_trees import KINDS, Tree, chain, eagle26, random_tree
 from tests.conftest import poisoned
-from tests.test_attention_kv import whole
 from tests.test_attention_mask import every_isa
+from tests.test_kv_write import whole
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 

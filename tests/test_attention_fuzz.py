@@ -19,7 +19,7 @@ from tests.attention_suite import DEAD_PAGE_IDS, FP8, MEDIUM, SMALL, Problem, as
 from tests.attention_trees import bernoulli, chain, permuted, random_tree
 from tests.conftest import poisoned
 from tests.fuzz import FAST
-from tests.test_attention_kv import whole
+from tests.test_kv_write import whole
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]

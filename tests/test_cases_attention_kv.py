@@ -12,7 +12,7 @@ import torch
 from tests.attention_suite import Problem, build, rng_of, size_of
 from tests.attention_trees import Tree, chain, random_tree
 from tests.conftest import poisoned
-from tests.test_attention_kv import whole
+from tests.test_kv_write import whole
 
 
 def int32(values: object, backend) -> torch.Tensor:
