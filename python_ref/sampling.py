@@ -111,6 +111,17 @@ def target_law(
     return law, flags
 
 
+def tile_stats(logits: np.ndarray, temperature: float = 1.0, tile: int = 4096) -> list[tuple[float, float]]:
+    """(maximum, sum of exp((logit - maximum) / temperature)) of every tile of a row, in float64."""
+    found = []
+    for begin in range(0, len(logits), tile):
+        values = [float(x) for x in logits[begin : begin + tile]]
+        peak = max(values)
+        base = 0.0 if peak == -np.inf else peak
+        found.append((peak, float(sum(np.exp((x - base) / temperature) for x in values))))
+    return found
+
+
 def draft_law(
     logits: np.ndarray,
     vocab: int,

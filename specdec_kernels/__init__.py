@@ -36,6 +36,7 @@ from specdec_kernels.sampling import (
     residual_log_weights,
     row_stats,
     sample,
+    tile_stats,
     verify,
     verify_probs,
 )
@@ -123,6 +124,7 @@ __all__ = [
     "slot_mapping",
     "static_tree",
     "supports",
+    "tile_stats",
     "to_layout",
     "tree_attention",
     "tree_from_mask",

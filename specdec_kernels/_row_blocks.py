@@ -51,6 +51,32 @@ def row_stats(
     return RowStats(*out)
 
 
+TILE_LOGITS = 4096
+
+
+def tile_stats(logits: Tensor, *, temperature: Tensor | None = None, row_requests: Tensor | None = None) -> Tensor:
+    """(maximum, sum of exp((logit - maximum) / temperature)) of every tile of 4096 logits of rows [R, V].
+
+    What an output layer may compute while its logits are still on chip and hand to `verify`: float32 [R, T, 2], T =
+    ceil(V / 4096). The last tile ends at the vocabulary. A tile that holds NaN or +inf has that maximum: `verify` then
+    reads the row itself. temperature: float32, one a row or, with row_requests (int32 [R]), one a request.
+    """
+    op = "tile_stats"
+    rows, columns = logits_arg(op, "logits", logits).shape
+    padding = -columns % TILE_LOGITS
+    tiles = torch.nn.functional.pad(logits.float(), (0, padding), value=-torch.inf).view(rows, -1, TILE_LOGITS)
+    peak = tiles.amax(-1)
+    scale = torch.ones((rows,), device=logits.device)
+    if temperature is not None:
+        _ops.expect_tensor(op, "temperature", temperature, torch.float32, 1)
+        requests = index_arg(op, "row_requests", row_requests, rows)
+        scale = temperature if requests is None else temperature[requests.long()]
+        _ops.expect(op, "temperature", scale.shape == (rows,), f"{rows} rows", list(scale.shape))
+    base = torch.where(peak.isneginf(), 0.0, peak)
+    total = ((tiles - base[..., None]) / scale.clamp_min(1e-5)[:, None, None]).exp().sum(-1)
+    return torch.stack([peak, total], -1)
+
+
 class FilteredRows(NamedTuple):
     """A row's filters as scalars, [R] each.
 

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from specdec_kernels import _ops
 from specdec_kernels._handover import gather_accepted, prepare_next, truncate
-from specdec_kernels._row_blocks import FilteredRows, RowStats, filter_rows, residual_log_weights, row_stats
+from specdec_kernels._row_blocks import (
+    FilteredRows,
+    RowStats,
+    filter_rows,
+    residual_log_weights,
+    row_stats,
+    tile_stats,
+)
 from specdec_kernels._sampling_args import (
     LOGPROBS,
     Bias,
@@ -43,6 +50,7 @@ __all__ = [
     "residual_log_weights",
     "row_stats",
     "sample",
+    "tile_stats",
     "truncate",
     "verify",
     "verify_probs",
@@ -112,7 +120,9 @@ def verify(
     allowed: int32 [N, ceil(V / 32)] bit mask a node; bias: (cu_entries int32 [N + 1], ids int32, values float32), added
     to the logits; vocab_size: ids at and behind it do not exist; uniforms: float32 or float64 [N], the coins (of a
     sampled node its own, of deterministic siblings the first one's); request_order: int32, handle only these requests;
-    return_logprobs: "raw", "processed" or "both"; form: "auto", "eager" (all rows) or "lazy" (rows along the path).
+    return_logprobs: "raw", "processed" or "both"; form: "auto", "eager" (all rows) or "lazy" (rows along the path);
+    tile_stats: float32 [N, ceil(vocabulary / 4096), 2] of `tile_stats`, from a fused output layer: spares reading rows
+    without top-k and top-p (sums in float32: a decision closer than about 1e-6 may fall the other way).
 
     Data faults set bits in `flags` of their own request. Raises ValueError or TypeError on shapes and dtypes.
     """
@@ -120,7 +130,7 @@ def verify(
     _ops.expect(op, "method", method in METHODS, f"one of {METHODS}", repr(method))
     _ops.expect(op, "return_logprobs", return_logprobs in LOGPROBS, f"one of {LOGPROBS}", repr(return_logprobs))
     if tile_stats is not None:
-        raise NotImplementedError("verify: tile_stats: expected None (statistics of a fused head are not read yet)")
+        _ops.expect_tensor(op, "tile_stats", tile_stats, torch.float32, 3)
     nodes, columns = logits_arg(op, "target_logits", target_logits).shape
     index_arg(op, "draft_token_ids", draft_token_ids, nodes)
     sampling_tensors = request_args(op, sampling)

@@ -64,26 +64,24 @@ void draw_siblings(const DraftRows& draft, Row row, const RowLaw& law, const Noi
     best.insert(std::upper_bound(best.begin(), best.end(), entry, after), entry);
     if (static_cast<int32_t>(best.size()) > k) best.pop_back();
   };
-  ScanArgs args{law.max, law.tau, 0.0f, 0.0f, key};
-  for (int32_t base = 0; base < row.size; base += kTileLogits) {
-    int32_t n = load_tile(row, base, work.tile);
-    if (coupled && draft.offsets) {  // noise of the target's ids: no runs of four in draft order
+  if (coupled && draft.offsets) {  // noise of the target's ids: no runs of four in draft order
+    for (int32_t base = 0; base < row.size; base += kTileLogits) {
+      int32_t n = load_tile(row, base, work.tile);
       for (int32_t i = 0; i < n; i++) {
         if (!(work.tile[i] >= -kInfLogit)) continue;
         int32_t token = draft.target_id(base + i);
         Philox words = draw(key.seed, key.position, key.purpose, static_cast<uint32_t>(token) >> 2, key.salt);
         offer(base + i, work.tile[i], words.word[token & 3], token);
       }
-      continue;
     }
-    for (int32_t begin = 0, step; begin < n; begin += step) {
-      step = scan_step(base + begin, n - begin);
-      aim(args, law, static_cast<int32_t>(best.size()) == k ? best.back().first : kNegInf);
-      int32_t count = row_kernels().scan(work.tile + begin, step, base + begin, args, work.hits);
-      for (int32_t h = 0; h < count; h++)
-        offer(work.hits[h].id, work.tile[work.hits[h].id - base], work.hits[h].word, work.hits[h].id);
-    }
+    return;
   }
+  ScanArgs args{law.max, law.rate, 0.0f, 0.0f, key};
+  for_scan_steps(row, work, [&](const Span& span) {
+    aim(args, law, static_cast<int32_t>(best.size()) == k ? best.back().first : kNegInf);
+    int32_t count = row_kernels().scan(span, args, work.hits);
+    for (int32_t h = 0; h < count; h++) offer(work.hits[h].id, work.hits[h].logit, work.hits[h].word, work.hits[h].id);
+  });
 }
 
 void draft_sample_cpu(const Tensor& logits, const Tensor& temperature, const std::optional<Tensor>& top_k,

@@ -13,17 +13,17 @@ class DraftRow {
 
   // Opens the draft row of the current children. With the stored log-sum-exp and no filters it is not read here.
   // Returns its flags.
-  int32_t open(int32_t row, bool whole) {
+  int32_t open(int32_t row, bool whole, const void* next) {
     row_ = p_.draft.row(row);
     FilterParams f = p_.draft_sampling.filters(b_);
     bool plain = !is_greedy(f.temperature) && !(f.top_k > 0) && !(f.top_p < 1.0f) && !(f.min_p > 0.0f);
     if (p_.draft_lse && plain && !whole && p_.draft_lse[row] == p_.draft_lse[row]) {
       law_ = RowLaw{};
-      law_.tau = 1.0f / f.temperature;
+      law_.set_temperature(f.temperature);
       law_.log_mass = p_.draft_lse[row];
       return 0;
     }
-    law_ = laws_[row].owner == b_ ? laws_[row].law : draft_law_of(p_, b_, row, work_);
+    law_ = laws_[row].owner == b_ ? laws_[row].law : draft_law_of(p_, b_, row, work_, next);
     row_.is_clean = law_.is_clean();
     return law_.flags & (kFlagNanLogit | kFlagInfLogit | kFlagParameter);
   }
@@ -51,7 +51,7 @@ class DraftRow {
       int32_t n = load_tile(row, base, work_.tile);
       drop_unkept(law, base, n, work_.tile);
       load_draft_tile(base, n);
-      sum += row_kernels().residual(work_.tile, work_.other, n, law.max, law.tau, law_.max, law_.tau, a, b);
+      sum += row_kernels().residual(work_.tile, work_.other, n, weights_of(law), weights_of(law_), a, b);
     }
     return static_cast<double>(sum) / kResidualScale;
   }

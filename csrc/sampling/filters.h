@@ -19,10 +19,20 @@ SPECDEC_HD uint64_t top_p_budget(float top_p, uint64_t total) {
   return wanted < 1.0 ? 1 : static_cast<uint64_t>(wanted);
 }
 
-// Lowest scaled distance kept by min-p: p >= min_p * max p iff x >= log(min_p).
-SPECDEC_HD float min_p_distance(float min_p) {
+// The smallest logit that min-p keeps: p >= min_p * max p iff (l - max) * tau >= log(min_p). Found on the order keys,
+// so that every backend and shard has the same one without a pass over the row.
+SPECDEC_HD float min_p_threshold(const RowLaw& law, float min_p) {
   if (!(min_p > 0.0f)) return -__builtin_huge_valf();
-  return min_p >= 1.0f ? 0.0f : static_cast<float>(log(static_cast<double>(min_p)));
+  float distance = min_p >= 1.0f ? 0.0f : static_cast<float>(log(static_cast<double>(min_p)));
+  uint32_t low = order_key(-kInfLogit), high = order_key(law.max);
+  while (low < high) {
+    uint32_t middle = low + (high - low) / 2;
+    if (law.scaled(order_value(middle)) >= distance)
+      high = middle;
+    else
+      low = middle + 1;
+  }
+  return order_value(low);
 }
 
 }  // namespace specdec

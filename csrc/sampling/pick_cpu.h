@@ -7,7 +7,7 @@ namespace specdec {
 constexpr double kMaxGumbel = 46.0;                   // above the largest 64-bit Gumbel value, 45.1
 constexpr int32_t kFirstStep = 64, kScanStep = 1024;  // the bar is refreshed after so many tokens
 
-// Winner's score and id so far; `bar` is what a token's word must satisfy to have a chance: u * bar <= weight.
+// Winner's score and id so far.
 struct Leader {
   double score = kNegInf;
   int32_t id = -1;
@@ -20,17 +20,31 @@ struct Leader {
   }
 };
 
-// Short steps first, while the bar is low and much passes it; multiples of kGroup, except at the end of a tile.
-inline int32_t scan_step(int32_t scanned, int32_t left) {
-  int32_t step = scanned < kFirstStep ? kFirstStep : scanned < kScanStep ? scanned : kScanStep;
-  return step < left ? step : left;
+// Short steps first, while the bar is low and much passes it; multiples of kGroup, except at the end of a row.
+template <class Body>
+void for_scan_steps(const Row& row, Scratch& work, Body&& body) {
+  for (int32_t base = 0; base < row.size; base += kTileLogits) {
+    Span tile = load_span(row, base, work);
+    int64_t bytes = tile.type == LogitType::float32 ? 4 : 2;
+    for (int32_t begin = 0, step; begin < tile.n; begin += step) {
+      int32_t scanned = base + begin;
+      step = scanned < kFirstStep ? kFirstStep : scanned < kScanStep ? scanned : kScanStep;
+      if (step > tile.n - begin) step = tile.n - begin;
+      body(Span{static_cast<const char*>(tile.data) + begin * bytes, tile.type, scanned, step,
+                tile.next ? tile.next + begin * bytes : nullptr});
+    }
+  }
 }
 
+// A token with word u can only win if u * exp(to_beat) <= weight: -log1p(-u) >= u. In powers of two, the word as float
+// bits (bits / 2^23 - 127 <= log2 of the word): bits / 2^23 <= (logit - max) * rate - to_beat * log2(e) + 127 + 32.
 inline void aim(ScanArgs& args, const RowLaw& law, double to_beat) {
   float reach = static_cast<float>(law.max + (to_beat - kMaxGumbel) / law.tau);
   args.floor = reach > law.threshold ? reach : law.threshold;
   if (args.floor < -kInfLogit || args.floor != args.floor) args.floor = -kInfLogit;
-  args.bar = static_cast<float>(exp(to_beat) * (1.0 - 1e-3));  // margin for float32 rounding of u, weight and bar
+  constexpr double kMargin = 2e-3;  // for float32 rounding of the comparison
+  double limit = 159.0 + kMargin - to_beat * 1.4426950408889634;
+  args.limit = static_cast<float>(limit < 254.0 ? limit : 254.0) * 8388608.0f;
 }
 
 // `log_weight(id, logit)` may not exceed the row's own (logit - max) * tau; -inf excludes the id. Ids that the filters
@@ -47,16 +61,12 @@ int32_t pick_token(Row row, const RowLaw& law, const NoiseKey& key, Scratch& wor
   };
   Philox words = draw(key.seed, key.position, key.purpose, static_cast<uint32_t>(law.argmax) >> 2, key.salt);
   offer(law.argmax, law.max, words.word[law.argmax & 3]);  // a good first bar
-  ScanArgs args{law.max, law.tau, 0.0f, 0.0f, key};
-  for (int32_t base = 0; base < row.size; base += kTileLogits) {
-    int32_t n = load_tile(row, base, work.tile);
-    for (int32_t begin = 0, step; begin < n; begin += step) {
-      step = scan_step(base + begin, n - begin);
-      aim(args, law, best.score);
-      int32_t count = row_kernels().scan(work.tile + begin, step, base + begin, args, work.hits);
-      for (int32_t h = 0; h < count; h++) offer(work.hits[h].id, work.tile[work.hits[h].id - base], work.hits[h].word);
-    }
-  }
+  ScanArgs args{law.max, law.rate, 0.0f, 0.0f, key};
+  for_scan_steps(row, work, [&](const Span& span) {
+    aim(args, law, best.score);
+    int32_t count = row_kernels().scan(span, args, work.hits);
+    for (int32_t h = 0; h < count; h++) offer(work.hits[h].id, work.hits[h].logit, work.hits[h].word);
+  });
   return best.id;
 }
 

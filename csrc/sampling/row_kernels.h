@@ -9,177 +9,232 @@ template <class V>
 struct RowKernelsOf {
   using F = typename V::F;
 
-  // exp_nonpositive of law.h, lane by lane the same bits.
-  SPECDEC_SIMD F weight(F x) {
-    x = V::max(x, V::set(-87.0f));
-    F shifted = V::fma(x, V::set(1.44269504088896341f), V::set(kExpShift));
-    F r = V::fma(V::sub(shifted, V::set(kExpShift)), V::set(-0.693147180559945309f), x);
-    F value = V::fma(V::set(1.3842711924e-3f), r, V::set(8.3749648184e-3f));
-    value = V::fma(value, r, V::set(4.1668057442e-2f));
-    value = V::fma(value, r, V::set(1.6666421294e-1f));
-    value = V::fma(value, r, V::set(4.9999994040e-1f));
-    value = V::fma(value, r, V::set(1.0f));
+  // exp_scaled of law.h, lane by lane the same bits.
+  struct Weigher {
+    F max, rate, lowest;
+    explicit Weigher(const Weights& w) : max(V::set(w.max)), rate(V::set(w.rate)), lowest(V::set(w.lowest)) {}
+  };
+  template <bool kClamp = true>
+  SPECDEC_SIMD F weight(const Weigher& w, F logit) {
+    const F shift = V::set(kExpShift);
+    F d = V::sub(logit, w.max);
+    if (kClamp) d = V::max(d, w.lowest);
+    F shifted = V::fma(d, w.rate, shift);
+    F r = V::fma(d, w.rate, V::sub(shift, shifted));
+    F value = V::fma(V::set(kExp2[0]), r, V::set(kExp2[1]));
+    value = V::fma(value, r, V::set(kExp2[2]));
+    value = V::fma(value, r, V::set(kExp2[3]));
+    value = V::fma(value, r, V::set(kExp2[4]));
     value = V::fma(value, r, V::set(1.0f));
     return V::scale2(value, shifted);
   }
-  // 2^t by linear interpolation of the mantissa: at least exp(x), at most 6.2 % above it.
-  SPECDEC_SIMD F weight_bound(F x) {
-    return V::from_bits(V::max(V::fma(x, V::set(12102203.16f), V::set(1065353216.0f)), V::set(0.0f)));
-  }
-  SPECDEC_SIMD F scaled(const float* x, F max, F tau) { return V::mul(V::sub(V::load(x), max), tau); }
 
-  // Where a kernel reads logits from: one type a type of data.
+  // Where a kernel reads logits from: one type a type of data. two: 2 * lanes logits in an order of their own; fold:
+  // sums of neighbours among what `two` gave; group: 64 logits in Philox order.
+  template <class Source>
+  SPECDEC_SIMD void group_from(const Source& source, int64_t i, F (&x)[V::kVectors]) {
+    for (int v = 0; v < V::kVectors; v++) x[v] = Source::at(source, i + v * V::lanes);
+    V::group_of(x);
+  }
   struct Float32 {
     const float* p;
+    SPECDEC_SIMD void two(const Float32& s, int64_t i, F& a, F& b) { a = at(s, i), b = at(s, i + V::lanes); }
+    SPECDEC_SIMD F fold(F a, F b) { return V::pair_sums(a, b); }
     SPECDEC_SIMD F at(const Float32& s, int64_t i) { return V::load(s.p + i); }
     SPECDEC_SIMD float one(const Float32& s, int64_t i) { return s.p[i]; }
+    SPECDEC_SIMD void group(const Float32& s, int64_t i, F (&x)[V::kVectors]) { group_from(s, i, x); }
   };
   struct BFloat16s {
     const uint16_t* p;
+    SPECDEC_SIMD void two(const BFloat16s& s, int64_t i, F& a, F& b) { V::load_bfloat16_pairs(s.p + i, a, b); }
+    SPECDEC_SIMD F fold(F a, F b) { return V::add(a, b); }
     SPECDEC_SIMD F at(const BFloat16s& s, int64_t i) { return V::load_bfloat16(s.p + i); }
     SPECDEC_SIMD float one(const BFloat16s& s, int64_t i) { return to_float(BFloat16{s.p[i]}); }
+    SPECDEC_SIMD void group(const BFloat16s& s, int64_t i, F (&x)[V::kVectors]) { V::group_bfloat16(s.p + i, x); }
   };
   struct Halves {
     const uint16_t* p;
+    SPECDEC_SIMD void two(const Halves& s, int64_t i, F& a, F& b) { a = at(s, i), b = at(s, i + V::lanes); }
+    SPECDEC_SIMD F fold(F a, F b) { return V::pair_sums(a, b); }
     SPECDEC_SIMD F at(const Halves& s, int64_t i) { return V::load_float16(s.p + i); }
     SPECDEC_SIMD float one(const Halves& s, int64_t i) { return to_float(Half{s.p[i]}); }
+    SPECDEC_SIMD void group(const Halves& s, int64_t i, F (&x)[V::kVectors]) { group_from(s, i, x); }
   };
 
+  // body(source of the span's type)
+  template <class Body>
+  static auto with_source(const Span& s, Body&& body) {
+    const uint16_t* half = static_cast<const uint16_t*>(s.data);
+    if (s.type == LogitType::bfloat16) return body(BFloat16s{half});
+    if (s.type == LogitType::float16) return body(Halves{half});
+    return body(Float32{static_cast<const float*>(s.data)});
+  }
+  // body(source, place in it, place in the span) for every group of 64; the last one is padded with -inf. The same
+  // place in the row that is read next comes into the cache meanwhile.
+  template <class Body>
+  static void for_groups(const Span& s, Body&& body) {
+    with_source(s, [&](auto source) {
+      int32_t g = 0;
+      for (; g + kGroup <= s.n; g += kGroup) {
+        if (s.next)
+          for (size_t line = 0; line < kGroup * sizeof(*source.p); line += 64)
+            __builtin_prefetch(s.next + g * sizeof(*source.p) + line, 0, 2);
+        body(source, g, g);
+      }
+      if (g == s.n) return;
+      alignas(64) float padded[kGroup];
+      for (int32_t i = 0; i < kGroup; i++)
+        padded[i] = g + i < s.n ? decltype(source)::one(source, g + i) : -__builtin_huge_valf();
+      body(Float32{padded}, 0, g);
+    });
+  }
+
+  SPECDEC_SIMD bool peek_part(const BFloat16s& source, int32_t i, int32_t n, F& part, float& lowest) {
+    return V::peek_bfloat16(source.p + i, n, part, lowest);
+  }
   template <class Source>
-  static int32_t peek_from(Source source, int32_t n, float* tile_max, float* groups) {
-    const F lowest = V::set(-__builtin_huge_valf());
+  SPECDEC_SIMD bool peek_part(const Source& source, int32_t begin, int32_t n, F& part, float& lowest) {
     const uint32_t all = (1u << V::lanes) - 1;
     uint32_t numbers = all;
-    F best = lowest;
-    int32_t i = 0;
-    for (int32_t begin = 0; begin < n; begin += kPeekStep) {
-      int32_t end = n - begin < kPeekStep ? n : begin + kPeekStep;
-      F part = lowest;
-      for (i = begin; i + V::lanes <= end; i += V::lanes) {
-        F v = Source::at(source, i);
-        numbers &= V::bits(V::is_number(v));
-        part = V::max(v, part);  // a NaN first operand yields the second
+    F low = V::set(__builtin_huge_valf());
+    part = V::set(-__builtin_huge_valf());
+    for (int32_t i = begin; i < begin + n; i += V::lanes) {
+      F v = Source::at(source, i);
+      numbers &= V::bits(V::is_number(v));
+      part = V::max(v, part);  // a NaN first operand yields the second
+      low = V::min(v, low);
+    }
+    lowest = V::reduce_min(low);
+    return numbers != all;
+  }
+  static int32_t peek(const Span& s, float* span_max, float* span_min, float* groups) {
+    return with_source(s, [&](auto source) {
+      bool nan = false;
+      F best = V::set(-__builtin_huge_valf());
+      *span_min = __builtin_huge_valf();
+      int32_t i = 0;
+      for (int32_t begin = 0; begin < s.n; begin += kPeekStep) {
+        int32_t whole = (s.n - begin < kPeekStep ? s.n - begin : kPeekStep) / (2 * V::lanes) * (2 * V::lanes);
+        F part;
+        float lowest;
+        nan = peek_part(source, begin, whole, part, lowest) || nan;
+        if (groups) V::store(groups + begin / kPeekStep * V::lanes, part);
+        best = V::max(best, part);
+        if (lowest < *span_min) *span_min = lowest;
+        i = begin + whole;
       }
-      if (groups) V::store(groups + begin / kPeekStep * V::lanes, part);
-      best = V::max(best, part);
-    }
-    *tile_max = V::reduce_max(best);
-    int32_t flags = numbers == all ? 0 : kFlagNanLogit;
-    float* last_part = groups ? groups + (n - 1) / kPeekStep * V::lanes : nullptr;
-    for (; i < n; i++) {
-      float v = Source::one(source, i);
-      if (v != v) flags |= kFlagNanLogit;
-      if (v > *tile_max) *tile_max = v;
-      if (last_part && v > *last_part) *last_part = v;
-    }
-    return flags | (*tile_max > kInfLogit ? kFlagInfLogit : 0);
-  }
-  static int32_t peek(const void* data, LogitType type, int64_t base, int32_t n, float* tile_max, float* groups) {
-    const uint16_t* half = static_cast<const uint16_t*>(data) + base;
-    if (type == LogitType::bfloat16) return peek_from(BFloat16s{half}, n, tile_max, groups);
-    if (type == LogitType::float16) return peek_from(Halves{half}, n, tile_max, groups);
-    return peek_from(Float32{static_cast<const float*>(data) + base}, n, tile_max, groups);
+      *span_max = V::reduce_max(best);
+      float* last_part = groups ? groups + (s.n - 1) / kPeekStep * V::lanes : nullptr;
+      for (; i < s.n; i++) {
+        float v = decltype(source)::one(source, i);
+        nan = nan || v != v;
+        if (v > *span_max) *span_max = v;
+        if (v < *span_min) *span_min = v;
+        if (last_part && v > *last_part) *last_part = v;
+      }
+      return (nan ? kFlagNanLogit : 0) | (*span_max > kInfLogit ? kFlagInfLogit : 0);
+    });
   }
 
-  template <class Source>
-  static void convert_from(Source source, int32_t n, float* x) {
-    int32_t i = 0;
-    for (; i + V::lanes <= n; i += V::lanes) V::store(x + i, Source::at(source, i));
-    for (; i < n; i++) x[i] = Source::one(source, i);
-    for (; i < (n + kGroup - 1) / kGroup * kGroup; i++) x[i] = -__builtin_huge_valf();
-  }
-  static void convert(const void* data, LogitType type, int64_t base, int32_t n, float* x) {
-    const uint16_t* half = static_cast<const uint16_t*>(data) + base;
-    if (type == LogitType::bfloat16) return convert_from(BFloat16s{half}, n, x);
-    if (type == LogitType::float16) return convert_from(Halves{half}, n, x);
-    convert_from(Float32{static_cast<const float*>(data) + base}, n, x);
+  static void convert(const Span& s, float* x) {
+    with_source(s, [&](auto source) {
+      using Source = decltype(source);
+      int32_t i = 0;
+      for (; i + V::lanes <= s.n; i += V::lanes) V::store(x + i, Source::at(source, i));
+      for (; i < s.n; i++) x[i] = Source::one(source, i);
+      for (; i < (s.n + kGroup - 1) / kGroup * kGroup; i++) x[i] = -__builtin_huge_valf();
+    });
   }
 
-  static int32_t find(const float* x, int32_t n, float value) {
-    const F wanted = V::set(value);
-    for (int32_t i = 0; i < n; i += V::lanes)
-      if (uint32_t found = V::bits(V::eq(V::load(x + i), wanted))) return i + __builtin_ctz(found);
-    return -1;
+  static int32_t find(const Span& s, float value) {
+    return with_source(s, [&](auto source) {
+      using Source = decltype(source);
+      const F wanted = V::set(value);
+      int32_t i = 0;
+      for (; i + V::lanes <= s.n; i += V::lanes)
+        if (uint32_t found = V::bits(V::eq(Source::at(source, i), wanted))) return i + __builtin_ctz(found);
+      for (; i < s.n; i++)
+        if (Source::one(source, i) == value) return i;
+      return -1;
+    });
   }
 
-  static uint64_t mass(const float* x, int32_t n, float max, float tau, float lowest, float* kept_min) {
-    const F m = V::set(max), t = V::set(tau), bottom = V::set(lowest), scale = V::set(kMassScale);
+  // Fours of neighbours share one rounding: (w0 + w1) + (w2 + w3). No clamp where no logit lies that far below.
+  template <bool kSome, bool kClamp>
+  static uint64_t mass_of(const Span& s, const Weights& weights, float low) {
+    const Weigher w(weights);
+    const F scale = V::set(kMassScale), bottom = V::set(low), none = V::set(0.0f);
     typename V::Sum sum = V::zero();
-    if (lowest == -__builtin_huge_valf()) {
-      for (int32_t g = 0; g < n; g += 32)
-        for (int32_t i = g; i < g + 16; i += V::lanes) {
-          F pair = V::add(weight(scaled(x + i, m, t)), weight(scaled(x + i + 16, m, t)));
-          V::add_rounded(sum, V::mul(pair, scale));
-        }
-      return V::total(sum);
-    }
-    F least = V::set(*kept_min);
+    for_groups(s, [&](auto source, int32_t at, int32_t) {
+      using Source = decltype(source);
+      auto pairs = [&](int32_t i) {
+        F a, b;
+        Source::two(source, i, a, b);
+        F wa = weight<kClamp>(w, a), wb = weight<kClamp>(w, b);
+        if (kSome) wa = V::select(V::ge(a, bottom), wa, none), wb = V::select(V::ge(b, bottom), wb, none);
+        return Source::fold(wa, wb);
+      };
+      for (int32_t i = at; i < at + kGroup; i += 4 * V::lanes)
+        V::add_rounded(sum, V::mul(V::pair_sums(pairs(i), pairs(i + 2 * V::lanes)), scale));
+    });
+    return V::total(sum);
+  }
+  static uint64_t mass(const Span& s, const Weights& weights, float low, bool far) {
+    if (low > -__builtin_huge_valf()) return mass_of<true, true>(s, weights, low);
+    return far || s.n % kGroup ? mass_of<false, true>(s, weights, low) : mass_of<false, false>(s, weights, low);
+  }
+
+  static uint64_t entropy(const float* x, int32_t n, const Weights& weights, float tau) {
+    const Weigher w(weights);
+    const F t = V::set(tau), scale = V::set(-kMassScale);
+    typename V::Sum sum = V::zero();
     for (int32_t i = 0; i < n; i += V::lanes) {
-      F logit = V::load(x + i), d = V::mul(V::sub(logit, m), t);
-      typename V::M kept = V::ge(d, bottom);
-      V::add_rounded(sum, V::select(kept, V::mul(weight(d), scale), V::set(0.0f)));
-      least = V::min(V::select(kept, logit, least), least);
+      F logit = V::load(x + i), d = V::mul(V::max(V::sub(logit, w.max), w.lowest), t);
+      V::add_rounded(sum, V::mul(V::mul(weight(w, logit), d), scale));
     }
-    *kept_min = V::reduce_min(least);
     return V::total(sum);
   }
 
-  static uint64_t entropy(const float* x, int32_t n, float max, float tau) {
-    const F m = V::set(max), t = V::set(tau), scale = V::set(-kMassScale), floor = V::set(-87.0f);
-    typename V::Sum sum = V::zero();
-    for (int32_t i = 0; i < n; i += V::lanes) {
-      F d = V::max(scaled(x + i, m, t), floor);
-      V::add_rounded(sum, V::mul(V::mul(weight(d), d), scale));
-    }
-    return V::total(sum);
-  }
-
-  static uint64_t residual(const float* x, const float* y, int32_t n, float max_x, float tau_x, float max_y,
-                           float tau_y, float a, float b) {
-    const F mx = V::set(max_x), tx = V::set(tau_x), my = V::set(max_y), ty = V::set(tau_y);
+  static uint64_t residual(const float* x, const float* y, int32_t n, const Weights& of_x, const Weights& of_y, float a,
+                           float b) {
+    const Weigher wx(of_x), wy(of_y);
     const F va = V::set(a), vb = V::set(b), zero = V::set(0.0f), scale = V::set(1125899906842624.f);
     typename V::Sum sum = V::zero();
     for (int32_t i = 0; i < n; i += V::lanes) {
-      F p = V::mul(weight(scaled(x + i, mx, tx)), va), q = V::mul(weight(scaled(y + i, my, ty)), vb);
+      F p = V::mul(weight(wx, V::load(x + i)), va), q = V::mul(weight(wy, V::load(y + i)), vb);
       V::add_rounded(sum, V::mul(V::max(V::sub(p, q), zero), scale));
     }
     return V::total(sum);
   }
 
-  static int32_t collect(const float* x, int32_t n, float low, float high, int32_t* out) {
+  // Most groups have nothing in the range: one comparison of their maximum.
+  static int32_t gather(const Span& s, float low, float high, float* logits, int32_t* ids) {
     const F bottom = V::set(low), top = V::set(high);
     int32_t count = 0;
-    for (int32_t i = 0; i < n; i += V::lanes) {
-      F v = V::load(x + i);
-      uint32_t found = V::bits(V::both(V::ge(v, bottom), V::ge(top, v)));
-      for (; found; found &= found - 1) out[count++] = i + __builtin_ctz(found);
-    }
-    while (count > 0 && out[count - 1] >= n) count--;  // padding
+    for_groups(s, [&](auto source, int32_t at, int32_t g) {
+      using Source = decltype(source);
+      F best = Source::at(source, at);
+      for (int32_t i = V::lanes; i < kGroup; i += V::lanes) best = V::max(best, Source::at(source, at + i));
+      if (!V::bits(V::ge(best, bottom))) return;
+      for (int32_t i = 0; i < kGroup; i += V::lanes) {
+        F v = Source::at(source, at + i);
+        typename V::M found = V::both(V::ge(v, bottom), V::ge(top, v));
+        count += V::compress(found, v, s.base + g + i, logits + count, ids + count);
+      }
+    });
     return count;
   }
 
-  static int32_t gather(const float* x, int32_t n, int32_t base, float low, float high, float* logits, int32_t* ids) {
-    const F bottom = V::set(low), top = V::set(high);
-    int32_t count = 0;
-    for (int32_t i = 0; i < n; i += V::lanes) {
-      F v = V::load(x + i);
-      typename V::M found = V::both(V::ge(v, bottom), V::ge(top, v));
-      if (V::bits(found)) count += V::compress(found, v, base + i, logits + count, ids + count);
-    }
-    while (count > 0 && ids[count - 1] >= base + n) count--;  // padding
-    return count;
-  }
-
-  static void histogram(const float* x, int32_t n, float max, float tau, float scale, uint64_t* hist) {
-    const F m = V::set(max), t = V::set(tau), s = V::set(scale), last = V::set(kBins - 1.0f);
-    const F unit = V::set(kMassScale);
+  static void histogram(const float* x, int32_t n, const Weights& weights, bool by_mass, float scale, uint64_t* hist) {
+    const Weigher w(weights);
+    const F unit = V::set(kMassScale), step = V::set(scale), last = V::set(kBins - 1.0f);
     for (int32_t i = 0; i < n; i += V::lanes) {
       int32_t bin[V::lanes];
       uint64_t value[V::lanes];
       F logit = V::load(x + i);
-      V::store_truncated(bin, V::min(V::mul(V::sub(m, logit), s), last));
-      if (tau > 0.0f) {
-        V::store_rounded(value, V::mul(weight(V::mul(V::sub(logit, m), t)), unit));
+      V::store_truncated(bin, V::min(V::mul(V::sub(w.max, logit), step), last));
+      if (by_mass) {
+        V::store_rounded(value, V::mul(weight(w, logit), unit));
         for (int32_t j = 0; j < V::lanes; j++) hist[bin[j]] += value[j];
       } else {
         for (int32_t j = 0; j < V::lanes; j++) hist[bin[j]] += i + j < n;
@@ -188,39 +243,37 @@ struct RowKernelsOf {
   }
 
   // Three rejections, cheapest first: a group of 64 whose logits are all below the floor draws nothing; a word too
-  // large for its weight never reaches a logarithm. What is left (a handful a row) is decided in float64 by the caller.
-  static int32_t scan(const float* x, int32_t n, int32_t base, const ScanArgs& args, Hit* hits) {
-    const F m = V::set(args.max), t = V::set(args.tau), floor = V::set(args.floor), bar = V::set(args.bar);
-    uint64_t position = static_cast<uint64_t>(args.key.position), seed = static_cast<uint64_t>(args.key.seed);
-    uint32_t counter[3] = {static_cast<uint32_t>(position),
-                           static_cast<uint32_t>(position >> 32) << 8 | args.key.purpose, args.key.salt};
-    alignas(64) uint64_t keys[20];
-    uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
-    for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
-      keys[2 * round] = k0;
-      keys[2 * round + 1] = k1;
-    }
+  // large for its weight never reaches a logarithm: its float bits, linear between powers of two, are compared with the
+  // scaled logit. What is left (a handful a row) is decided in float64 by the caller.
+  static int32_t scan(const Span& s, const ScanArgs& args, Hit* hits) {
+    const F max = V::set(args.max), slope = V::set(args.rate * 8388608.0f), limit = V::set(args.limit);
+    const F floor = V::set(args.floor);
+    const PhiloxKeys keys(args.key);
     int32_t count = 0;
-    alignas(64) uint32_t words[kGroup];
-    for (int32_t g = 0; g < n; g += kGroup) {
-      F best = V::load(x + g);
-      for (int32_t i = V::lanes; i < kGroup; i += V::lanes) best = V::max(best, V::load(x + g + i));
-      if (!V::bits(V::ge(best, floor))) continue;
-      V::philox(static_cast<uint32_t>(base + g) >> 2, counter, keys, words);
-      for (int32_t i = 0; i < kGroup; i += V::lanes) {
-        F bound = weight_bound(V::mul(V::sub(V::load(x + g + i), m), t));
-        for (uint32_t found = V::bits(V::ge(bound, V::mul(V::unit(words + i), bar))); found; found &= found - 1) {
-          int32_t j = g + i + __builtin_ctz(found);
-          if (j < n && x[j] >= args.floor) hits[count++] = Hit{base + j, words[j - g]};
+    for_groups(s, [&](auto source, int32_t at, int32_t g) {
+      using Source = decltype(source);
+      F x[V::kVectors];
+      Source::group(source, at, x);
+      F best = x[0];
+      for (int v = 1; v < V::kVectors; v++) best = V::max(best, x[v]);
+      if (!V::bits(V::ge(best, floor))) return;
+      typename V::I words[V::kVectors];
+      V::philox(static_cast<uint32_t>(s.base + g) >> 2, keys, words);
+      for (int v = 0; v < V::kVectors; v++) {
+        F bound = V::fma(V::sub(x[v], max), slope, limit);
+        for (uint32_t found = V::words_within(words[v], bound); found; found &= found - 1) {
+          int lane = __builtin_ctz(found);
+          int32_t j = V::token_of(v, lane);
+          float logit = Source::one(source, at + j);
+          if (logit >= args.floor) hits[count++] = Hit{s.base + g + j, V::word_at(words[v], lane), logit};
         }
       }
-    }
+    });
     return count;
   }
 
   static const RowKernels& table() {
-    static const RowKernels kernels = {V::lanes, peek,    convert, find,      mass, entropy,
-                                       residual, collect, gather,  histogram, scan};
+    static const RowKernels kernels = {V::lanes, peek, convert, find, mass, entropy, residual, gather, histogram, scan};
     return kernels;
   }
 };

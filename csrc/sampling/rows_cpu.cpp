@@ -31,6 +31,13 @@ bool is_allowed(const Row& row, int32_t id) {
 
 }  // namespace
 
+Span raw_span(const Row& row, int32_t base) {
+  int32_t n = row.size - base < kTileLogits ? row.size - base : kTileLogits;
+  int64_t bytes = row.type == LogitType::float32 ? 4 : 2;
+  const char* next = row.next ? static_cast<const char*>(row.next) + base * bytes : nullptr;
+  return {static_cast<const char*>(row.data) + base * bytes, row.type, base, n, next};
+}
+
 float load_logit(const Row& row, int32_t id) {
   if (!is_allowed(row, id)) return -__builtin_huge_valf();
   float x = raw_logit(row, id);
@@ -40,8 +47,9 @@ float load_logit(const Row& row, int32_t id) {
 }
 
 int32_t load_tile(const Row& row, int32_t base, float* x, int32_t* flags) {
-  int32_t n = row.size - base < kTileLogits ? row.size - base : kTileLogits;
-  row_kernels().convert(row.data, row.type, base, n, x);
+  Span span = raw_span(row, base);
+  int32_t n = span.n;
+  row_kernels().convert(span, x);
   for (int32_t e = 0; e < row.num_bias; e++) {
     int32_t i = row.bias_ids[e] - base;
     if (i >= 0 && i < n) x[i] += row.bias_values[e];
@@ -65,6 +73,12 @@ int32_t load_tile(const Row& row, int32_t base, float* x, int32_t* flags) {
   return n;
 }
 
+Span load_span(const Row& row, int32_t base, Scratch& work) {
+  if (row.is_clean && !row.is_edited()) return raw_span(row, base);
+  int32_t n = load_tile(row, base, work.tile);
+  return {work.tile, LogitType::float32, base, n};
+}
+
 void drop_unkept(const RowLaw& law, int32_t base, int32_t n, float* x) {
   if (law.threshold == -__builtin_huge_valf()) return;
   for (int32_t i = 0; i < n; i++) x[i] = x[i] < law.threshold ? -__builtin_huge_valf() : x[i];
@@ -75,25 +89,27 @@ void drop_unkept(const RowLaw& law, int32_t base, int32_t n, float* x) {
 
 namespace {
 
-// First read: maximum, flags and (for top-k) part maxima; then the lowest id of the maximum. Sets row.is_clean.
+// First read: maximum, flags and (for a list of the largest) part maxima; then the lowest id of the maximum. Sets
+// row.is_clean.
 RowLaw first_read(Row& row, Scratch& work, bool want_groups) {
   RowLaw law;
   const RowKernels& kernels = row_kernels();
   float best = -__builtin_huge_valf();
   int32_t best_base = 0;
+  work.row_min = __builtin_huge_valf();
   if (want_groups)
     work.group_max.assign((row.size + kPeekStep - 1) / kPeekStep * kernels.lanes, -__builtin_huge_valf());
   for (int32_t base = 0; base < row.size; base += kTileLogits) {
-    int32_t n = row.size - base < kTileLogits ? row.size - base : kTileLogits;
     float* groups = want_groups ? work.group_max.data() + base / kPeekStep * kernels.lanes : nullptr;
-    float tile_max;
-    int32_t seen = row.is_edited() ? kFlagNanLogit : kernels.peek(row.data, row.type, base, n, &tile_max, groups);
+    float span_max, span_min;
+    int32_t seen = row.is_edited() ? kFlagNanLogit : kernels.peek(raw_span(row, base), &span_max, &span_min, groups);
     if (seen) {  // edited, or to be cleaned first
-      load_tile(row, base, work.tile, &law.flags);
-      kernels.peek(work.tile, LogitType::float32, 0, n, &tile_max, groups);
+      int32_t n = load_tile(row, base, work.tile, &law.flags);
+      kernels.peek({work.tile, LogitType::float32, base, n}, &span_max, &span_min, groups);
     }
-    if (tile_max > best) {
-      best = tile_max;
+    if (span_min < work.row_min) work.row_min = span_min;
+    if (span_max > best) {
+      best = span_max;
       best_base = base;
     }
   }
@@ -105,12 +121,22 @@ RowLaw first_read(Row& row, Scratch& work, bool want_groups) {
     law.is_point = law.is_empty = true;
     return law;
   }
-  int32_t n = load_tile(row, best_base, work.tile);
-  law.argmax = best_base + row_kernels().find(work.tile, n, best);
+  law.argmax = best_base + kernels.find(load_span(row, best_base, work), best);
   return law;
 }
 
 }  // namespace
+
+uint64_t row_mass(const Row& row, const RowLaw& law, float low, Scratch& work, bool far) {
+  uint64_t mass = 0;
+  for (int32_t base = 0; base < row.size; base += kTileLogits)
+    mass += row_kernels().mass(load_span(row, base, work), weights_of(law), low, far);
+  return mass;
+}
+
+bool is_far(const RowLaw& law, const Scratch& work) {
+  return !(work.row_min - law.max > law.lowest);
+}
 
 RowLaw row_argmax(Row row, Scratch& work) {
   RowLaw law = first_read(row, work, false);
@@ -118,26 +144,56 @@ RowLaw row_argmax(Row row, Scratch& work) {
   return law;
 }
 
-RowLaw row_law(Row row, const FilterParams& params, Scratch& work, bool need_mass, bool want_groups) {
+RowLaw row_law(Row row, const FilterParams& params, Scratch& work, bool need_mass) {
   int32_t fault = temperature_flags(params.temperature);
   if (params.top_p != params.top_p || params.min_p != params.min_p) fault |= kFlagParameter;
   bool greedy = is_greedy(params.temperature);
   bool top_k = !greedy && params.top_k > 0 && params.top_k < row.size, top_p = !greedy && params.top_p < 1.0f;
-  RowLaw law = first_read(row, work, top_k || top_p || want_groups);
+  RowLaw law = first_read(row, work, top_k || top_p);
   law.flags |= fault;
   law.is_point = law.is_point || greedy;
   if (law.is_point) return law;
-  law.tau = 1.0f / params.temperature;
-  float lowest = min_p_distance(params.min_p);
-  if (top_k || top_p) {
-    select_kept(row, top_k ? params.top_k : 0, top_p ? params.top_p : 1.0f, lowest, law, work);
-  } else if (need_mass || lowest > -__builtin_huge_valf()) {
-    float kept_min = law.max;
-    for (int32_t base = 0; base < row.size; base += kTileLogits) {
-      int32_t n = load_tile(row, base, work.tile);
-      law.mass += row_kernels().mass(work.tile, n, law.max, law.tau, lowest, &kept_min);
+  law.set_temperature(params.temperature);
+  law.threshold = min_p_threshold(law, params.min_p);
+  if (top_k || top_p)
+    select_kept(row, top_k ? params.top_k : 0, top_p ? params.top_p : 1.0f, law, work);
+  else if (need_mass)
+    law.mass = row_mass(row, law, law.threshold, work, is_far(law, work));
+  if (law.mass) law.log_mass = log(static_cast<double>(law.mass) / kMassScale);
+  return law;
+}
+
+RowLaw tiled_law(Row row, const float* tiles, const FilterParams& params, Scratch& work, bool need_mass) {
+  bool greedy = is_greedy(params.temperature);
+  bool listed = !greedy && ((params.top_k > 0 && params.top_k < row.size) || params.top_p < 1.0f);
+  int32_t count = (row.size + kTileLogits - 1) / kTileLogits, best = 0;
+  bool readable = !listed;  // top-k and top-p want the part maxima of a first read
+  for (int32_t t = 0; t < count && readable; t++) {
+    readable = tiles[2 * t] <= kInfLogit;  // neither NaN nor +inf
+    if (tiles[2 * t] > tiles[2 * best]) best = t;
+  }
+  row.is_clean = true;
+  RowLaw law;
+  law.max = tiles[2 * best];
+  int32_t at = readable ? row_kernels().find(load_span(row, best * kTileLogits, work), law.max) : -1;
+  if (at < 0 || !(law.max > kNegInf)) {
+    row.is_clean = false;
+    return row_law(row, params, work, need_mass);
+  }
+  law.argmax = best * kTileLogits + at;
+  law.flags = temperature_flags(params.temperature);
+  if (params.top_p != params.top_p || params.min_p != params.min_p) law.flags |= kFlagParameter;
+  law.is_point = greedy;
+  if (greedy) return law;
+  law.set_temperature(params.temperature);
+  law.threshold = min_p_threshold(law, params.min_p);
+  if (law.threshold > kNegInf) {
+    if (need_mass) law.mass = row_mass(row, law, law.threshold, work);
+  } else {
+    for (int32_t t = 0; t < count; t++) {
+      double mass = static_cast<double>(tiles[2 * t + 1]) * law.weight(tiles[2 * t]) * kMassScale;
+      if (mass > 0.0 && mass < 9.2e18) law.mass += static_cast<uint64_t>(mass);
     }
-    if (lowest > -__builtin_huge_valf()) law.threshold = kept_min;
   }
   if (law.mass) law.log_mass = log(static_cast<double>(law.mass) / kMassScale);
   return law;
@@ -150,7 +206,7 @@ double row_entropy(Row row, const RowLaw& law, Scratch& work) {
   for (int32_t base = 0; base < row.size; base += kTileLogits) {
     int32_t n = load_tile(row, base, work.tile);
     drop_unkept(law, base, n, work.tile);
-    sum += row_kernels().entropy(work.tile, n, law.max, law.tau);
+    sum += row_kernels().entropy(work.tile, n, weights_of(law), law.tau);
   }
   return law.log_mass + static_cast<double>(sum) / static_cast<double>(law.mass);
 }

@@ -19,7 +19,8 @@ struct Row {
   const int32_t* bias_ids = nullptr;
   const float* bias_values = nullptr;
   int32_t num_bias = 0;
-  bool is_clean = false;  // known to hold neither NaN nor +inf once edited
+  bool is_clean = false;       // known to hold neither NaN nor +inf once edited
+  const void* next = nullptr;  // a row of as many logits that is read next: it comes into the cache meanwhile
 
   bool is_edited() const { return allowed != nullptr || num_bias > 0; }
 };
@@ -27,40 +28,54 @@ struct Row {
 constexpr int32_t kGroup = 64;       // a kernel's inner step; tiles are padded to it with -inf
 constexpr int32_t kPeekStep = 1024;  // logits behind one set of part maxima
 
+// Logits of ids base .. base + n - 1.
+struct Span {
+  const void* data;
+  LogitType type;
+  int32_t base, n;
+  const char* next = nullptr;
+};
+
+struct Weights {
+  float max, rate, lowest;
+};
+inline Weights weights_of(const RowLaw& law) {
+  return {law.max, law.rate, law.lowest};
+}
+
 struct Hit {
   int32_t id;
   uint32_t word;
+  float logit;
 };
 
-// What the Gumbel scan needs: a token can win only if its word u satisfies u * bar <= weight, logit >= floor.
+// What the Gumbel scan needs: a token can win only if logit >= floor and the float bits of its word are at most
+// (logit - max) * rate * 2^23 + limit.
 struct ScanArgs {
-  float max, tau, floor, bar;
+  float max, rate, floor, limit;
   NoiseKey key;
 };
 
-// Tile kernels. `x` holds n cleaned logits, padded with -inf to a multiple of kGroup. Every version gives the same
-// bits.
+// Kernels over spans of a row, or over tiles `x` of n cleaned logits padded with -inf to a multiple of kGroup. Every
+// version gives the same bits.
 struct RowKernels {
   int32_t lanes;
-  // Flags of logits [base, base + n) (NaN, +inf) and their maximum; groups (may be null): the maxima of `lanes`
-  // disjoint parts of every kPeekStep logits.
-  int32_t (*peek)(const void* data, LogitType type, int64_t base, int32_t n, float* tile_max, float* groups);
-  // Copies logits [base, base + n) as float32 and pads them.
-  void (*convert)(const void* data, LogitType type, int64_t base, int32_t n, float* x);
-  int32_t (*find)(const float* x, int32_t n, float value);  // lowest index, -1 if absent
-  // Sum of masses where (x - max) * tau >= lowest; *kept_min becomes the smallest logit that counted.
-  uint64_t (*mass)(const float* x, int32_t n, float max, float tau, float lowest, float* kept_min);
-  uint64_t (*entropy)(const float* x, int32_t n, float max, float tau);  // sum of round(-weight * log weight * 2^44)
+  // Flags of a span (NaN, +inf), its maximum and its minimum (but for NaN); groups (may be null): the maxima of `lanes`
+  // disjoint parts of every kPeekStep logits. All others take cleaned logits.
+  int32_t (*peek)(const Span& span, float* span_max, float* span_min, float* groups);
+  void (*convert)(const Span& span, float* x);     // copies as float32 and pads
+  int32_t (*find)(const Span& span, float value);  // lowest index, -1 if absent
+  // Of the logits at or above `low`; far: some may lie below max + weights.lowest.
+  uint64_t (*mass)(const Span& span, const Weights& weights, float low, bool far);
+  uint64_t (*entropy)(const float* x, int32_t n, const Weights& weights, float tau);  // sum of round(-w log w 2^44)
   // Sum of round(max(wp * a - wq * b, 0) * 2^50), wp and wq the weights of x and y.
-  uint64_t (*residual)(const float* x, const float* y, int32_t n, float max_x, float tau_x, float max_y, float tau_y,
-                       float a, float b);
-  // Indices with low <= logit <= high, ascending.
-  int32_t (*collect)(const float* x, int32_t n, float low, float high, int32_t* out);
-  // Appends logits in [low, high] and base + their indices to the lists (room for n + kGroup), ascending.
-  int32_t (*gather)(const float* x, int32_t n, int32_t base, float low, float high, float* logits, int32_t* ids);
-  // hist[distance_bin] += mass (tau > 0) or += 1 (tau == 0).
-  void (*histogram)(const float* x, int32_t n, float max, float tau, float scale, uint64_t* hist);
-  int32_t (*scan)(const float* x, int32_t n, int32_t base, const ScanArgs& args, Hit* hits);
+  uint64_t (*residual)(const float* x, const float* y, int32_t n, const Weights& of_x, const Weights& of_y, float a,
+                       float b);
+  // Appends logits in [low, high] and their ids to the lists (room for n + kGroup), ascending.
+  int32_t (*gather)(const Span& span, float low, float high, float* logits, int32_t* ids);
+  // hist[distance_bin] += mass, or += 1.
+  void (*histogram)(const float* x, int32_t n, const Weights& weights, bool by_mass, float scale, uint64_t* hist);
+  int32_t (*scan)(const Span& span, const ScanArgs& args, Hit* hits);
 };
 constexpr double kResidualScale = 1125899906842624.0;  // 2^50
 
@@ -72,12 +87,13 @@ const RowKernels& row_kernels_avx512();
 // Buffers of one worker; a few hundred KiB whatever the vocabulary.
 struct Scratch {
   alignas(64) float tile[kTileLogits];
-  alignas(64) float other[kTileLogits];
-  int32_t index[kTileLogits];
+  alignas(64) float other[kTileLogits + kGroup];
+  int32_t index[kTileLogits + kGroup];
   Hit hits[kTileLogits];
   uint64_t hist[kBins];
   std::vector<float> group_max;
-  int32_t listed = 0;  // length of the two lists below
+  float row_min = 0.0f;  // of the row read last
+  int32_t listed = 0;    // length of the two lists below
   std::vector<float> list_logits;
   std::vector<int32_t> list_ids;
   std::vector<std::pair<float, int32_t>> candidates;  // (logit, id), to be sorted
@@ -87,6 +103,9 @@ Scratch& scratch();
 float load_logit(const Row& row, int32_t id);  // one edited, cleaned logit
 // Loads tile [base, base + returned n) with all edits: NaN -> -inf, +inf -> kInfLogit; `flags` collects what was seen.
 int32_t load_tile(const Row& row, int32_t base, float* x, int32_t* flags = nullptr);
+Span raw_span(const Row& row, int32_t base);  // logits [base, base + n) of a row as they are
+// The same, cleaned: the row itself where nothing edits it, else loaded into work.tile.
+Span load_span(const Row& row, int32_t base, Scratch& work);
 void drop_unkept(const RowLaw& law, int32_t base, int32_t n, float* x);  // logits that the filters removed -> -inf
 
 struct FilterParams {
@@ -95,10 +114,18 @@ struct FilterParams {
 };
 // The row's law under the filters: one read of the row, and a second one for the mass that hits the cache. A row that
 // is only drawn from, not compared with, needs no mass unless a filter does (`need_mass` false leaves log_mass at 0).
-// `want_groups` also leaves the maximum of every group of 64 in work.group_max.
-RowLaw row_law(Row row, const FilterParams& params, Scratch& work, bool need_mass = true, bool want_groups = false);
+//
+RowLaw row_law(Row row, const FilterParams& params, Scratch& work, bool need_mass = true);
+// The same from the statistics of its tiles, (maximum, sum of exp((l - maximum) / temperature)) each: no read of the
+// row but of one tile, if it has no top-k or top-p. A maximum that is NaN or +inf, or not in its tile, sends us to the
+// row.
+RowLaw tiled_law(Row row, const float* tiles, const FilterParams& params, Scratch& work, bool need_mass);
 // Only max, argmax and flags: all a greedy row or a coupled draw needs.
 RowLaw row_argmax(Row row, Scratch& work);
+// Sum of the masses of the logits at or above `low`; fours of neighbours share one rounding.
+uint64_t row_mass(const Row& row, const RowLaw& law, float low, Scratch& work, bool far = true);
+// Whether the row read last has a logit so far down that its weight needs clamping.
+bool is_far(const RowLaw& law, const Scratch& work);
 double row_entropy(Row row, const RowLaw& law, Scratch& work);
 
 // Rows of a [R, V] logits tensor with their edits.

@@ -22,10 +22,6 @@ bool before(const std::pair<float, int32_t>& a, const std::pair<float, int32_t>&
   return a.first != b.first ? a.first > b.first : a.second < b.second;
 }
 
-uint64_t mass_of(const RowLaw& law, float logit) {
-  return static_cast<uint64_t>(llrintf(exp_nonpositive(law.scaled(logit)) * kMassScale));
-}
-
 // Walks the tiles of what is kept so far (law.threshold, law.last_tie).
 template <class Body>
 void for_kept_tiles(const Row& row, const RowLaw& law, Scratch& work, Body&& body) {
@@ -42,35 +38,45 @@ void clear_list(Scratch& work) {
   work.list_ids.resize(kMaxListed + kTileLogits + kGroup);
 }
 
-// Appends a tile's logits in [low, high] to the list; false where they would be too many.
-bool append_range(int32_t base, int32_t n, float low, float high, Scratch& work) {
-  work.listed += row_kernels().gather(work.tile, n, base, low, high, work.list_logits.data() + work.listed,
-                                      work.list_ids.data() + work.listed);
+// Appends a span's logits in [low, high] to the list; false where they would be too many.
+bool append_range(const Span& span, float low, float high, Scratch& work) {
+  work.listed +=
+      row_kernels().gather(span, low, high, work.list_logits.data() + work.listed, work.list_ids.data() + work.listed);
   return work.listed <= kMaxListed;
 }
 
 // Lists the kept logits in [low, high]; false as soon as there are too many.
 bool list_range(const Row& row, const RowLaw& law, float low, float high, Scratch& work) {
   clear_list(work);
-  bool fits = true;
-  for_kept_tiles(row, law, work, [&](int32_t base, int32_t n) {
-    if (fits) fits = append_range(base, n, low, high, work);
-  });
-  return fits;
+  if (law.threshold > low) low = law.threshold;
+  for (int32_t base = 0; base < row.size; base += kTileLogits)
+    if (!append_range(load_span(row, base, work), low, high, work)) return false;
+  if (law.last_tie == kNoTie || low > law.threshold) return true;
+  int32_t kept = 0;
+  for (int32_t i = 0; i < work.listed; i++) {
+    work.list_logits[kept] = work.list_logits[i];
+    work.list_ids[kept] = work.list_ids[i];
+    kept += law.keeps(work.list_logits[i], work.list_ids[i]);
+  }
+  work.listed = kept;
+  return true;
 }
 
-// The list as pairs to be sorted, in part.
+// The listed logits in [low, high] as pairs to be sorted, in part.
 void take_candidates(float low, float high, Scratch& work) {
   work.candidates.clear();
-  for (int32_t i = 0; i < work.listed; i++)
-    if (work.list_logits[i] >= low && work.list_logits[i] <= high)
-      work.candidates.push_back({work.list_logits[i], work.list_ids[i]});
+  for (int32_t base = 0; base < work.listed; base += kTileLogits) {
+    int32_t n = std::min(work.listed - base, kTileLogits);
+    Span span{work.list_logits.data() + base, LogitType::float32, base, n};
+    int32_t found = row_kernels().gather(span, low, high, work.other, work.index);
+    for (int32_t i = 0; i < found; i++) work.candidates.push_back({work.other[i], work.list_ids[work.index[i]]});
+  }
 }
 
 struct Budget {
   bool by_mass;
   uint64_t wanted, above = 0;  // weight wanted in all, weight above the range under study
-  uint64_t weight(const RowLaw& law, float logit) const { return by_mass ? mass_of(law, logit) : 1; }
+  uint64_t weight(const RowLaw& law, float logit) const { return by_mass ? law.mass_of(logit) : 1; }
 };
 
 // The prefix ends inside work.candidates.
@@ -92,8 +98,9 @@ void finish_in_ties(const Row& row, RowLaw& law, Budget budget, float value, Scr
   int32_t last = 0;
   for_kept_tiles(row, law, work, [&](int32_t base, int32_t n) {
     if (seen >= needed) return;
-    int32_t count = row_kernels().collect(work.tile, n, value, value, work.index);
-    for (int32_t i = 0; i < count && seen < needed; i++, seen++) last = base + work.index[i];
+    clear_list(work);
+    append_range({work.tile, LogitType::float32, base, n}, value, value, work);
+    for (int32_t i = 0; i < work.listed && seen < needed; i++, seen++) last = work.list_ids[i];
   });
   law.threshold = value;
   law.last_tie = last;
@@ -110,12 +117,11 @@ void finish_in_range(const Row& row, RowLaw& law, Budget budget, uint32_t low, u
     int shift = 0;
     while (((high - low) >> shift) >= kBins) shift++;
     std::fill(work.hist, work.hist + kBins, 0);
-    for_kept_tiles(row, law, work, [&](int32_t, int32_t n) {
-      int32_t count = row_kernels().collect(work.tile, n, order_value(low), order_value(high), work.index);
-      for (int32_t i = 0; i < count; i++) {
-        float logit = work.tile[work.index[i]];
-        work.hist[(order_key(logit) - low) >> shift] += budget.weight(law, logit);
-      }
+    for_kept_tiles(row, law, work, [&](int32_t base, int32_t n) {
+      clear_list(work);
+      append_range({work.tile, LogitType::float32, base, n}, order_value(low), order_value(high), work);
+      for (int32_t i = 0; i < work.listed; i++)
+        work.hist[(order_key(work.list_logits[i]) - low) >> shift] += budget.weight(law, work.list_logits[i]);
     });
     int32_t bin = static_cast<int32_t>((high - low) >> shift);
     for (; bin > 0 && budget.above + work.hist[bin] < budget.wanted; bin--) budget.above += work.hist[bin];
@@ -143,14 +149,14 @@ void bin_keys(const RowLaw& law, int32_t bin, float scale, uint32_t* low, uint32
   *high = bin == 0 ? order_key(law.max) : first_below(bin) - 1;
 }
 
-// One pass: histogram over distance bins. `top_p` < 1 selects by mass, else by count (`budget.wanted` is k).
+// One pass: histogram over distance bins. `top_p` < 1 takes its budget from what the bins hold.
 void select_by_bins(const Row& row, RowLaw& law, Budget budget, float top_p, Scratch& work) {
   float scale = law.tau * kBinsPerUnit;
   std::fill(work.hist, work.hist + kBins, 0);
   for_kept_tiles(row, law, work, [&](int32_t, int32_t n) {
-    row_kernels().histogram(work.tile, n, law.max, budget.by_mass ? law.tau : 0.0f, scale, work.hist);
+    row_kernels().histogram(work.tile, n, weights_of(law), budget.by_mass, scale, work.hist);
   });
-  if (budget.by_mass) {
+  if (top_p < 1.0f) {
     uint64_t total = 0;
     for (uint64_t mass : work.hist) total += mass;
     budget.wanted = top_p_budget(top_p, total);
@@ -162,42 +168,48 @@ void select_by_bins(const Row& row, RowLaw& law, Budget budget, float top_p, Scr
   finish_in_range(row, law, budget, low, high, work);
 }
 
-// The k-th largest part maximum of a first read: at most the k-th largest logit.
+float nth_largest(std::vector<float>& values, ptrdiff_t n, ptrdiff_t count) {
+  std::nth_element(values.begin(), values.begin() + n, values.begin() + count, std::greater<float>());
+  return std::max(values[n], -kInfLogit);
+}
+
+// The k-th largest part maximum of a first read: at most the k-th largest logit. Parts are joined while many are left.
 float bound_of_largest(int32_t k, Scratch& work) {
   auto& parts = work.group_max;
-  if (static_cast<size_t>(k) > parts.size()) return -kInfLogit;
-  std::nth_element(parts.begin(), parts.begin() + (k - 1), parts.end(), [](float a, float b) { return a > b; });
-  return parts[k - 1] < -kInfLogit ? -kInfLogit : parts[k - 1];
+  ptrdiff_t count = static_cast<ptrdiff_t>(parts.size());
+  if (k > count) return -kInfLogit;
+  for (; count % 2 == 0 && count / 2 >= 4 * k; count /= 2)
+    for (ptrdiff_t i = 0; i < count / 2; i++) parts[i] = std::max(parts[i], parts[i + count / 2]);
+  return nth_largest(parts, k - 1, count);
 }
 
 // A part maximum that about kListed logits reach, if they are spread evenly over the parts.
 float bound_of_list(int32_t size, Scratch& work) {
-  auto& parts = work.group_max;
   if (size <= kMaxListed) return -kInfLogit;
+  constexpr ptrdiff_t kSample = 5;
+  ptrdiff_t count = static_cast<ptrdiff_t>(work.group_max.size()) / kSample;
+  for (ptrdiff_t i = 0; i < count; i++) work.group_max[i] = work.group_max[i * kSample];
   double part_size = static_cast<double>(kPeekStep) / row_kernels().lanes;
   double below = pow(1.0 - kListed / size, part_size);  // share of parts without one
-  auto at = parts.begin() + static_cast<ptrdiff_t>((1.0 - below) * static_cast<double>(parts.size() - 1));
-  std::nth_element(parts.begin(), at, parts.end(), [](float a, float b) { return a > b; });
-  return *at < -kInfLogit ? -kInfLogit : *at;
+  return nth_largest(work.group_max, static_cast<ptrdiff_t>((1.0 - below) * static_cast<double>(count - 1)), count);
 }
 
 // Top-p in one pass: the total, and the list of the largest logits; false where the prefix does not end in the list.
-bool select_in_list(const Row& row, float top_p, float lowest, RowLaw& law, Scratch& work) {
-  float bound = bound_of_list(row.size, work), unused = law.max;
-  uint64_t total = 0;
-  bool fits = true;
+bool select_in_list(const Row& row, float top_p, RowLaw& law, uint64_t* total, Scratch& work) {
+  float bound = std::max(bound_of_list(row.size, work), law.threshold);
+  bool fits = true, far = is_far(law, work);
   clear_list(work);
-  for_kept_tiles(row, law, work, [&](int32_t base, int32_t n) {
-    // a finite lowest distance: masses are rounded id by id, as the bins do
-    total += row_kernels().mass(work.tile, n, law.max, law.tau, std::max(lowest, -88.0f), &unused);
-    if (fits) fits = append_range(base, n, bound, kInfLogit, work);
-  });
+  for (int32_t base = 0; base < row.size; base += kTileLogits) {
+    Span span = load_span(row, base, work);
+    *total += row_kernels().mass(span, weights_of(law), law.threshold, far);
+    if (fits) fits = append_range(span, bound, kInfLogit, work);
+  }
   if (!fits) return false;
-  Budget budget{true, top_p_budget(top_p, total)};
+  Budget budget{true, top_p_budget(top_p, *total)};
   const float scale = law.tau * kBinsPerUnit;
   std::fill(work.hist, work.hist + kBins, 0);
   std::fill_n(work.list_logits.begin() + work.listed, kGroup, kLowest);  // padding has no mass
-  row_kernels().histogram(work.list_logits.data(), work.listed, law.max, law.tau, scale, work.hist);
+  row_kernels().histogram(work.list_logits.data(), work.listed, weights_of(law), true, scale, work.hist);
   int32_t bin = 0;
   for (; bin < kBins && budget.above + work.hist[bin] < budget.wanted; bin++) budget.above += work.hist[bin];
   if (bin == kBins) return false;
@@ -217,35 +229,30 @@ void keep_largest(int32_t k, Scratch& work) {
 
 }  // namespace
 
-void select_kept(Row row, int32_t top_k, float top_p, float lowest, RowLaw& law, Scratch& work) {
+void select_kept(Row row, int32_t top_k, float top_p, RowLaw& law, Scratch& work) {
   row.is_clean = law.is_clean();
-  if (top_k > 0 && list_range(row, law, bound_of_largest(top_k, work), kInfLogit, work)) {
+  const float min_p_kept = law.threshold;
+  if (top_k > 0 && list_range(row, RowLaw{}, bound_of_largest(top_k, work), kInfLogit, work)) {
     keep_largest(top_k, work);
     auto& list = work.candidates;
-    while (list.size() > 1 && law.scaled(list.back().first) < lowest) list.pop_back();
+    while (list.size() > 1 && list.back().first < min_p_kept) list.pop_back();
     uint64_t total = 0;
-    for (const auto& candidate : list) total += mass_of(law, candidate.first);
+    for (const auto& candidate : list) total += law.mass_of(candidate.first);
     finish_in_list(law, Budget{true, top_p < 1.0f ? top_p_budget(top_p, total) : ~0ull}, work);
     return;
   }
-  if (top_k == 0 && top_p < 1.0f && select_in_list(row, top_p, lowest, law, work)) return;
-  float kept_min = law.max;
-  if (lowest > kLowest) {
-    for (int32_t base = 0; base < row.size; base += kTileLogits) {
-      int32_t n = load_tile(row, base, work.tile);
-      row_kernels().mass(work.tile, n, law.max, law.tau, lowest, &kept_min);
-    }
-    law.threshold = kept_min;
-  }
-  if (top_k > 0) select_by_bins(row, law, Budget{false, static_cast<uint64_t>(top_k)}, 1.0f, work);
-  if (top_p < 1.0f) {
-    select_by_bins(row, law, Budget{true, 0}, top_p, work);
-  } else {
+  if (top_k > 0) {
+    select_by_bins(row, law, Budget{false, static_cast<uint64_t>(top_k)}, 1.0f, work);
+    if (top_p < 1.0f) return select_by_bins(row, law, Budget{true, 0}, top_p, work);
     law.mass = 0;
     for_kept_tiles(row, law, work, [&](int32_t, int32_t n) {
-      law.mass += row_kernels().mass(work.tile, n, law.max, law.tau, kLowest, &kept_min);
+      for (int32_t i = 0; i < n; i++) law.mass += law.mass_of(work.tile[i]);
     });
+    return;
   }
+  uint64_t total = 0;
+  if (select_in_list(row, top_p, law, &total, work)) return;
+  select_by_bins(row, law, Budget{true, top_p_budget(top_p, total)}, 1.0f, work);
 }
 
 }  // namespace specdec

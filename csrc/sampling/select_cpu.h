@@ -4,7 +4,7 @@
 
 namespace specdec {
 
-// Sets law.threshold, law.last_tie and law.mass. `top_k` 0 and `top_p` 1 are off; `lowest` is min-p's scaled distance.
-void select_kept(Row row, int32_t top_k, float top_p, float lowest, RowLaw& law, Scratch& work);
+// Sets law.threshold (on entry that of min-p), law.last_tie and law.mass. `top_k` 0 and `top_p` 1 are off.
+void select_kept(Row row, int32_t top_k, float top_p, RowLaw& law, Scratch& work);
 
 }  // namespace specdec

@@ -3,6 +3,7 @@
 #include <immintrin.h>
 
 #include "../common/rng.h"
+#include "philox_keys.h"
 
 namespace specdec {
 
@@ -22,12 +23,45 @@ struct Avx2 {
     __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
   }
+  SPECDEC_SIMD void load_bfloat16_pairs(const uint16_t* p, F& even, F& odd) {  // 16 logits: even places, odd places
+    __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    even = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+    odd = _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u))));
+  }
+  SPECDEC_SIMD __m256i order_keys(__m256i x) {
+    return _mm256_xor_si256(x, _mm256_and_si256(_mm256_srai_epi16(x, 15), _mm256_set1_epi16(0x7FFF)));
+  }
+  // Maxima of 8 disjoint parts of n logits (a multiple of 16) and the lowest one, found on signed 16-bit order keys;
+  // true if one is NaN.
+  SPECDEC_SIMD bool peek_bfloat16(const uint16_t* p, int32_t n, F& parts, float& lowest) {
+    __m256i high = _mm256_set1_epi16(static_cast<int16_t>(0x807F)), low = _mm256_set1_epi16(0x7F80);  // -inf, +inf
+    for (int32_t i = 0; i < n; i += 16) {
+      __m256i key = order_keys(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i)));
+      high = _mm256_max_epi16(high, key);
+      low = _mm256_min_epi16(low, key);
+    }
+    __m256i nan = _mm256_or_si256(_mm256_cmpgt_epi16(high, _mm256_set1_epi16(0x7F80)),
+                                  _mm256_cmpgt_epi16(_mm256_set1_epi16(static_cast<int16_t>(0x807F)), low));
+    alignas(32) uint16_t best[16];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(best), order_keys(high));
+    F even, odd;
+    load_bfloat16_pairs(best, even, odd);
+    parts = _mm256_max_ps(even, odd);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(best), order_keys(low));
+    load_bfloat16_pairs(best, even, odd);
+    lowest = reduce_min(_mm256_min_ps(even, odd));
+    return _mm256_movemask_epi8(nan) != 0;
+  }
   SPECDEC_SIMD F load_float16(const uint16_t* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
   SPECDEC_SIMD F set(float x) { return _mm256_set1_ps(x); }
   SPECDEC_SIMD F sub(F a, F b) { return _mm256_sub_ps(a, b); }
   SPECDEC_SIMD F add(F a, F b) { return _mm256_add_ps(a, b); }
+  // Sums of neighbours, in an order of their own; applied twice it sums fours.
+  SPECDEC_SIMD F pair_sums(F a, F b) {
+    return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xDD));
+  }
   // The barrier keeps the compiler from fusing the product into a following sum: all versions round it.
   SPECDEC_SIMD F mul(F a, F b) {
     F product = _mm256_mul_ps(a, b);
@@ -42,7 +76,6 @@ struct Avx2 {
     __m256i power = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), power));
   }
-  SPECDEC_SIMD F from_bits(F a) { return _mm256_castsi256_ps(_mm256_cvttps_epi32(a)); }
   SPECDEC_SIMD M ge(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_GE_OQ); }
   SPECDEC_SIMD M eq(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
   SPECDEC_SIMD M is_number(F a) { return _mm256_cmp_ps(a, a, _CMP_ORD_Q); }
@@ -95,33 +128,60 @@ struct Avx2 {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_cvttps_epi32(a));
   }
 
-  // At most word * 2^-32, within 2^-23 of it (relative) where it matters: the low 9 bits are dropped.
-  SPECDEC_SIMD F unit(const uint32_t* words) {
-    __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words));
-    return _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_srli_epi32(w, 9)), _mm256_set1_ps(1.1920929e-7f));
+  // ---- a group of 64 tokens in Philox order: see simd_avx512.h. Vectors 2 h and 2 h + 1 hold tokens 16 h .. 16 h
+  // + 15.
+  using I = __m256i;
+  static constexpr int kVectors = 8;
+  SPECDEC_SIMD int32_t token_of(int vector, int lane) {
+    constexpr int kToken[8] = {0, 1, 8, 9, 4, 5, 12, 13};
+    return 16 * (vector >> 1) + kToken[lane] + 2 * (vector & 1);
+  }
+  SPECDEC_SIMD void group_bfloat16(const uint16_t* p, F (&x)[kVectors]) {
+    for (int v = 0; v < kVectors; v++) x[v] = load_bfloat16(p + 8 * v);
+    group_of(x);
+  }
+  SPECDEC_SIMD void group_of(F (&x)[kVectors]) {  // from token order
+    for (int v = 0; v < kVectors; v += 2) {
+      __m256d a = _mm256_castps_pd(x[v]), b = _mm256_castps_pd(x[v + 1]);
+      x[v] = _mm256_castpd_ps(_mm256_unpacklo_pd(a, b));
+      x[v + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(a, b));
+    }
+  }
+  // See simd_avx512.h. Half the word converts as a signed number; its float bits are one exponent lower.
+  SPECDEC_SIMD uint32_t words_within(I words, F limit) {
+    __m256i half = _mm256_castps_si256(_mm256_cvtepi32_ps(_mm256_srli_epi32(words, 1)));
+    __m256i above = _mm256_cmpgt_epi32(_mm256_add_epi32(half, _mm256_set1_epi32(1 << 23)), _mm256_cvttps_epi32(limit));
+    return ~bits(_mm256_castsi256_ps(above)) & 0xFF;
+  }
+  SPECDEC_SIMD uint32_t word_at(I words, int lane) {
+    alignas(32) uint32_t all[8];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(all), words);
+    return all[lane];
   }
 
   // Words of tokens 4 * block .. 4 * block + 63: see simd_avx512.h.
-  SPECDEC_SIMD void philox(uint32_t block, const uint32_t counter[3], const uint64_t keys[20], uint32_t* words) {
+  SPECDEC_SIMD void philox(uint32_t block, const PhiloxKeys& keys, I (&words)[kVectors]) {
     const __m256i m0 = _mm256_set1_epi64x(0xD2511F53), m1 = _mm256_set1_epi64x(0xCD9E8D57);
     for (int h = 0; h < 4; h++) {
-      __m256i c0 =
+      __m256i token =
           _mm256_add_epi64(_mm256_set1_epi64x(static_cast<int64_t>(block) + 4 * h), _mm256_setr_epi64x(0, 2, 1, 3));
-      __m256i c1 = _mm256_set1_epi64x(counter[0]), c2 = _mm256_set1_epi64x(counter[1]);
-      __m256i c3 = _mm256_set1_epi64x(counter[2]);
-      for (int round = 0; round < 10; round++) {
-        __m256i p0 = _mm256_mul_epu32(c0, m0), p1 = _mm256_mul_epu32(c2, m1);
+      __m256i p0 = _mm256_mul_epu32(token, m0);
+      __m256i c2 = _mm256_xor_si256(_mm256_srli_epi64(p0, 32), _mm256_set1_epi64x(keys.first2));
+      __m256i p1 = _mm256_mul_epu32(c2, m1);
+      __m256i c0 = _mm256_xor_si256(_mm256_srli_epi64(p1, 32), _mm256_set1_epi64x(keys.second0));
+      c2 = _mm256_xor_si256(p0, _mm256_set1_epi64x(keys.second2));
+      __m256i c1 = p1, c3 = _mm256_set1_epi64x(keys.second3);
+      for (int round = 2; round < 10; round++) {
+        p0 = _mm256_mul_epu32(c0, m0), p1 = _mm256_mul_epu32(c2, m1);
         c0 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p1, 32), c1),
-                              _mm256_set1_epi64x(static_cast<int64_t>(keys[2 * round])));
+                              _mm256_set1_epi64x(keys.round[2 * round]));
         c2 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p0, 32), c3),
-                              _mm256_set1_epi64x(static_cast<int64_t>(keys[2 * round + 1])));
+                              _mm256_set1_epi64x(keys.round[2 * round + 1]));
         c1 = p1;
         c3 = p0;
       }
-      __m256i a = _mm256_blend_epi32(c0, _mm256_slli_epi64(c1, 32), 0xAA);
-      __m256i b = _mm256_blend_epi32(c2, _mm256_slli_epi64(c3, 32), 0xAA);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(words + 16 * h), _mm256_unpacklo_epi64(a, b));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(words + 16 * h + 8), _mm256_unpackhi_epi64(a, b));
+      words[2 * h] = _mm256_blend_epi32(c0, _mm256_slli_epi64(c1, 32), 0xAA);
+      words[2 * h + 1] = _mm256_blend_epi32(c2, _mm256_slli_epi64(c3, 32), 0xAA);
     }
   }
 };

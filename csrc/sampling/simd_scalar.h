@@ -2,6 +2,7 @@
 #pragma once
 #include "../common/numerics.h"
 #include "../common/rng.h"
+#include "philox_keys.h"
 
 namespace specdec {
 
@@ -16,17 +17,33 @@ struct Scalar {
   SPECDEC_SIMD F load(const float* p) { return *p; }
   SPECDEC_SIMD void store(float* p, F v) { *p = v; }
   SPECDEC_SIMD F load_bfloat16(const uint16_t* p) { return to_float(BFloat16{*p}); }
+  SPECDEC_SIMD void load_bfloat16_pairs(const uint16_t* p, F& even, F& odd) {
+    even = load_bfloat16(p);
+    odd = load_bfloat16(p + 1);
+  }
+  SPECDEC_SIMD bool peek_bfloat16(const uint16_t* p, int32_t n, F& parts, float& lowest) {
+    bool nan = false;
+    parts = -__builtin_huge_valf();
+    lowest = __builtin_huge_valf();
+    for (int32_t i = 0; i < n; i++) {
+      float x = load_bfloat16(p + i);
+      nan = nan || x != x;
+      parts = x > parts ? x : parts;
+      lowest = x < lowest ? x : lowest;
+    }
+    return nan;
+  }
   SPECDEC_SIMD F load_float16(const uint16_t* p) { return to_float(Half{*p}); }
   SPECDEC_SIMD F set(float x) { return x; }
   SPECDEC_SIMD F sub(F a, F b) { return a - b; }
   SPECDEC_SIMD F add(F a, F b) { return a + b; }
+  SPECDEC_SIMD F pair_sums(F a, F b) { return a + b; }
   SPECDEC_SIMD F mul(F a, F b) { return a * b; }
   SPECDEC_SIMD F fma(F a, F b, F c) { return __builtin_fmaf(a, b, c); }
   SPECDEC_SIMD F max(F a, F b) { return a > b ? a : b; }
   SPECDEC_SIMD F min(F a, F b) { return a < b ? a : b; }
   // a * 2^n, n the integer in the low bits of `shifted` (see kExpShift)
   SPECDEC_SIMD F scale2(F a, F shifted) { return bits_float(float_bits(a) + (float_bits(shifted) << 23)); }
-  SPECDEC_SIMD F from_bits(F a) { return bits_float(static_cast<uint32_t>(a)); }
   SPECDEC_SIMD M ge(F a, F b) { return a >= b; }
   SPECDEC_SIMD M eq(F a, F b) { return a == b; }
   SPECDEC_SIMD M is_number(F a) { return a == a; }
@@ -46,13 +63,23 @@ struct Scalar {
   SPECDEC_SIMD uint64_t total(Sum sum) { return sum; }
   SPECDEC_SIMD void store_rounded(uint64_t* p, F a) { *p = static_cast<uint64_t>(__builtin_llrintf(a)); }
   SPECDEC_SIMD void store_truncated(int32_t* p, F a) { *p = static_cast<int32_t>(a); }
-  SPECDEC_SIMD F unit(const uint32_t* words) { return static_cast<float>(*words >> 9) * 1.1920929e-7f; }
+  using I = uint32_t;
+  static constexpr int kVectors = 64;
+  SPECDEC_SIMD int32_t token_of(int vector, int) { return vector; }
+  SPECDEC_SIMD void group_bfloat16(const uint16_t* p, F (&x)[kVectors]) {
+    for (int v = 0; v < kVectors; v++) x[v] = load_bfloat16(p + v);
+  }
+  SPECDEC_SIMD void group_of(F (&)[kVectors]) {}
+  SPECDEC_SIMD uint32_t words_within(I word, F limit) {
+    return limit >= 0.0f && float_bits(static_cast<float>(word >> 8)) + (8u << 23) <= static_cast<uint32_t>(limit);
+  }
+  SPECDEC_SIMD uint32_t word_at(I word, int) { return word; }
 
   // Words of tokens 4 * block .. 4 * block + 63.
-  SPECDEC_SIMD void philox(uint32_t block, const uint32_t counter[3], const uint64_t keys[20], uint32_t* words) {
+  SPECDEC_SIMD void philox(uint32_t block, const PhiloxKeys& keys, I (&words)[kVectors]) {
     for (uint32_t j = 0; j < 16; j++) {
-      Philox out = philox4x32_10(block + j, counter[0], counter[1], counter[2], static_cast<uint32_t>(keys[0]),
-                                 static_cast<uint32_t>(keys[1]));
+      Philox out =
+          philox4x32_10(block + j, keys.counter[0], keys.counter[1], keys.counter[2], keys.round[0], keys.round[1]);
       for (int w = 0; w < 4; w++) words[4 * j + w] = out.word[w];
     }
   }

@@ -99,8 +99,7 @@ void filter_rows_cpu(const Tensor& logits, const Tensor& temperature, const std:
       int32_t ties = 0;
       for (int32_t base = 0; base < row.size && base <= law.last_tie; base += kTileLogits) {
         int32_t n = load_tile(row, base, work.tile);
-        int32_t found = row_kernels().collect(work.tile, n, law.threshold, law.threshold, work.index);
-        for (int32_t i = 0; i < found; i++) ties += base + work.index[i] <= law.last_tie;
+        for (int32_t i = 0; i < n && base + i <= law.last_tie; i++) ties += work.tile[i] == law.threshold;
       }
       write_stats(out, r, law);
       threshold_out[r] = law.threshold;

@@ -91,10 +91,11 @@ void run_eager(const VerifyParams& params, const std::vector<int32_t>& requests,
   torch::stable::parallel_for(0, static_cast<int64_t>(tasks.size()), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       const RowTask& task = tasks[i];
+      const void* next = i + 1 < end ? row_to_come(params, tasks[i + 1].row, tasks[i + 1].is_draft) : nullptr;
       if (task.is_draft) {
-        draft_laws[task.row].law = draft_law_of(params, task.request, task.row, scratch());
+        draft_laws[task.row].law = draft_law_of(params, task.request, task.row, scratch(), next);
       } else {
-        target_laws[task.row].law = target_law_of(params, task.request, task.row, scratch());
+        target_laws[task.row].law = target_law_of(params, task.request, task.row, scratch(), next);
         target_laws[task.row].owner = task.request;
       }
     }
@@ -147,7 +148,12 @@ void verify_cpu(const Tensor& target_logits, const Tensor& draft_token_ids, cons
   check_index(kOp, "num_emitted", num_emitted, {B});
   check_index(kOp, "accepted_nodes", accepted_nodes, {B, width});
   check_index(kOp, "flags", flags, {B});
-  if (tile_stats) fail(kOp, "tile_stats", "none (this build computes them itself), got a tensor");
+  if (tile_stats) {
+    if (allowed || bias_cu) fail(kOp, "tile_stats", "none beside allowed or bias (they change the logits)");
+    params.num_tiles = (params.target.valid + kTileLogits - 1) / kTileLogits;
+    check_index(kOp, "tile_stats", *tile_stats, {N, params.num_tiles, 2}, ScalarType::Float);
+    params.tile_stats = data<float>(*tile_stats);
+  }
   params.logprobs = parse_logprobs(kOp, return_logprobs, logprobs);
   if (params.logprobs == Logprobs::both)
     check_index(kOp, "logprobs", *logprobs, {B, width, 2}, ScalarType::Float);
@@ -205,7 +211,10 @@ void verify_cpu(const Tensor& target_logits, const Tensor& draft_token_ids, cons
   std::vector<LawSlot> target_laws(N), draft_laws(params.draft.num_rows);
   if (eager) run_eager(params, requests, target_laws, draft_laws);
   torch::stable::parallel_for(0, static_cast<int64_t>(requests.size()), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++) verify_request(params, requests[i], target_laws.data(), draft_laws.data());
+    for (int64_t i = begin; i < end; i++) {
+      int64_t next = i + 1 < end ? params.cu_nodes[requests[i + 1]] : -1;
+      verify_request(params, requests[i], next < N ? next : -1, target_laws.data(), draft_laws.data());
+    }
   });
 }
 

@@ -6,36 +6,17 @@
 
 namespace specdec {
 
-int32_t draft_row_of(const VerifyParams& params, int64_t b, int64_t node) {
-  if (!params.draft.data) return -1;
-  int64_t row = params.draft_rows ? params.draft_rows[node] : node - b - 1;
-  if (row == -1) return -1;
-  return row >= 0 && row < params.draft.num_rows ? static_cast<int32_t>(row) : -2;
-}
-
-RowLaw target_law_of(const VerifyParams& params, int64_t b, int64_t node, Scratch& work) {
-  Row row = params.target.row(node);
-  if (params.method == Method::greedy) {
-    RowLaw law = row_argmax(row, work);
-    law.flags |= temperature_flags(params.sampling.temperature[b]);
-    return law;
-  }
-  // A row that is only drawn from needs no mass: leaves, and every row of the coupled method.
-  bool compared = params.first_child[node] >= 0 && params.method != Method::coupled;
-  bool reported = params.logprobs == Logprobs::processed || params.logprobs == Logprobs::both;
-  return row_law(row, params.sampling.filters(b), work, compared || reported);
-}
-
-RowLaw draft_law_of(const VerifyParams& params, int64_t b, int64_t draft_row, Scratch& work) {
-  return row_law(params.draft.row(draft_row), params.draft_sampling.filters(b), work);
-}
-
 namespace {
 
 class Walk {
  public:
-  Walk(const VerifyParams& params, int64_t b, LawSlot* target_laws, const LawSlot* draft_laws)
-      : p_(params), b_(b), target_laws_(target_laws), work_(scratch()), draft_(params, b, draft_laws, work_) {}
+  Walk(const VerifyParams& params, int64_t b, int64_t next_node, LawSlot* target_laws, const LawSlot* draft_laws)
+      : p_(params),
+        b_(b),
+        next_node_(next_node),
+        target_laws_(target_laws),
+        work_(scratch()),
+        draft_(params, b, draft_laws, work_) {}
 
   void run() {
     int64_t width = p_.max_depth + 1;
@@ -112,13 +93,22 @@ class Walk {
   const RowLaw& target(int32_t node) {
     LawSlot& slot = target_laws_[begin_ + node];
     if (slot.owner != b_) {
-      slot.law = target_law_of(p_, b_, begin_ + node, work_);
+      slot.law = target_law_of(p_, b_, begin_ + node, work_, behind(node));
       slot.owner = static_cast<int32_t>(b_);
     }
     flags_ |= slot.law.flags;
     return slot.law;
   }
   Row target_row(int32_t node) const { return p_.target.row(begin_ + node); }
+  // What is probably read after a node's row: its children's draft row, else the first child's own.
+  const void* behind(int32_t node) const {
+    int32_t kid = p_.first_child[begin_ + node];
+    if (kid < 0) return row_to_come(p_, next_node_, false);
+    int32_t row =
+        p_.method == Method::rejection || p_.method == Method::block ? draft_row_of(p_, b_, begin_ + kid) : -1;
+    return row >= 0 ? row_to_come(p_, row, true) : row_to_come(p_, begin_ + kid, false);
+  }
+  const void* row_of_first_kid() const { return row_to_come(p_, begin_ + kids_[0], false); }
 
   // ---- randomness
 
@@ -146,6 +136,7 @@ class Walk {
   template <class LogWeight>
   void finish(int32_t node, const RowLaw& law, LogWeight&& log_weight) {
     Row row = target_row(node);
+    row.next = row_to_come(p_, next_node_, false);
     int32_t id = pick_token(row, law, key(kPurposeEmit, depth_), work_, log_weight);
     if (id < 0) {
       flags_ |= kFlagZeroResidual;
@@ -200,16 +191,17 @@ class Walk {
   // Deterministic siblings: one coin against their cumulative mass (integers: exact), else the target without them.
   int32_t try_one_hot(int32_t node, const RowLaw& law) {
     Row row = target_row(node);
-    // Strict, with room for the rounding of one logit: a coin on the boundary belongs to the next bucket.
-    constexpr double kStrict = 1.0 + 2.384185791015625e-7;
     double u = coin(p_.first_child[begin_ + node], 0, kPurposeAccept, depth_).u;
-    double bar = u * static_cast<double>(law.mass) * kStrict;
+    double bar = u * static_cast<double>(law.mass);
+    // A coin that a caller put on a boundary belongs to the next bucket although the logits round it; drawn coins have
+    // 64 bits and need no such room.
+    if (p_.uniforms || p_.uniforms64) bar *= 1.0 + 2.384185791015625e-7;
     uint64_t cumulative = 0;
     for (int32_t kid : kids_) {
       if (!in_range(token(kid))) continue;
       float logit = load_logit(row, token(kid));
       if (!law.keeps(logit, token(kid))) continue;
-      cumulative += static_cast<uint64_t>(llrintf(exp_nonpositive(law.scaled(logit)) * kMassScale));
+      cumulative += law.mass_of(logit);
       if (static_cast<double>(cumulative) > bar || cumulative >= law.mass) {
         accept(node, law, kid);
         return kid;
@@ -225,7 +217,7 @@ class Walk {
   // Siblings drawn without replacement from one draft row, in draw order.
   int32_t try_sampled(int32_t node, const RowLaw& law) {
     Row row = target_row(node);
-    flags_ |= draft_.open(kind_, kids_.size() > 1);
+    flags_ |= draft_.open(kind_, kids_.size() > 1, row_of_first_kid());
     SiblingState state;
     double last_c = 0.0;  // of the residual before the latest rejection
     bool stale = false;
@@ -256,6 +248,7 @@ class Walk {
       state.reject_draw(q);
       stale = true;
     }
+    row.next = row_to_come(p_, next_node_, false);
     int32_t winner = pick_token(row, law, key(kPurposeEmit, depth_), work_, [&](int32_t id, float logit) {
       return log_residual(law.log_prob(logit, id), draft_.log_q(id), state.log_c()) + law.log_mass;
     });
@@ -286,7 +279,7 @@ class Walk {
         walk_tree();
         return;
       }
-      if (!last && kind_ >= 0) flags_ |= draft_.open(kind_, true);
+      if (!last && kind_ >= 0) flags_ |= draft_.open(kind_, true, row_of_first_kid());
       double rho = log_rho.back();
       if (depth_ > 0) {
         double chance = last ? exp(rho) : block_chance(rho, block_residual_mass(node, law, rho));
@@ -313,7 +306,7 @@ class Walk {
     if (cut + 1 == static_cast<int32_t>(path.size())) return finish(path[cut], law);
     list_children(path[cut]);
     if (kind_ >= 0) {
-      flags_ |= draft_.open(kind_, false);
+      flags_ |= draft_.open(kind_, false, nullptr);
       return finish_residual(path[cut], law, -log_rho[cut]);
     }
     int32_t drafted = token(path[cut + 1]);
@@ -362,7 +355,7 @@ class Walk {
   }
 
   const VerifyParams& p_;
-  const int64_t b_;
+  const int64_t b_, next_node_;
   LawSlot* target_laws_;
   Scratch& work_;
   DraftRow draft_;
@@ -375,8 +368,9 @@ class Walk {
 
 }  // namespace
 
-void verify_request(const VerifyParams& params, int64_t b, LawSlot* target_laws, const LawSlot* draft_laws) {
-  Walk(params, b, target_laws, draft_laws).run();
+void verify_request(const VerifyParams& params, int64_t b, int64_t next_node, LawSlot* target_laws,
+                    const LawSlot* draft_laws) {
+  Walk(params, b, next_node, target_laws, draft_laws).run();
 }
 
 }  // namespace specdec
