@@ -86,8 +86,10 @@ def report_reads(rows: list[dict[str, Any]], needed: dict[str, int]) -> None:
     print("    " + "; ".join(f"{name} {seconds[name] * rate / size:.2f} reads" for name, size in needed.items()))
 
 
-def chains(bench: Bench, read: Tensor, B: int, gamma: int, V: int, dtype: torch.dtype, with_peers: bool) -> None:
-    for name, filters in FILTERS.items():
+def chains(
+    bench: Bench, read: Tensor, B: int, gamma: int, V: int, dtype: torch.dtype, with_peers: bool, names: list[str]
+) -> None:
+    for name, filters in ((n, f) for n, f in FILTERS.items() if n in names):
         for agree in (True, False):
             data = Chains(B, gamma, V, dtype, agree, **filters)
             args = (data.target, data.draft, data.ids.long())
@@ -106,6 +108,9 @@ def chains(bench: Bench, read: Tensor, B: int, gamma: int, V: int, dtype: torch.
                     *a, d.uniforms[:, 1:], k, p
                 )
                 providers["transformers"] = lambda a=args, k=k, p=p: peers.transformers_speculative(*a, k, p)
+            if with_peers and peers.has_vllm():
+                k, p = filters.get("top_k", 0), filters.get("top_p", 1.0)
+                providers["vllm"] = lambda a=args, d=data, k=k, p=p: peers.vllm_speculative(*a, d.uniforms[:, 1:], k, p)
             drafts = "all accepted" if agree else "first rejected"
             shape = dict(op="verify", B=B, gamma=gamma, V=V, dtype=str(dtype)[6:], filters=name, drafts=drafts)
             rows = bench.compare(shape, providers, data.gate)
@@ -165,15 +170,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="one small shape")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--no-peers", action="store_true", help="only our forms and the read")
+    parser.add_argument("--only", nargs="*", default=[*FILTERS, "trees", "drafts"], help="parts: %(default)s")
     options = parser.parse_args(argv)
     bench = Bench("sampling", options.out, rounds=5 if options.quick else 9)
     read = torch.ones(READ_BYTES // 4)
     V = 32000 if options.quick else 128256
-    chains(bench, read, 2 if options.quick else 8, 5, V, torch.bfloat16, not options.no_peers)
-    trees(bench, V, torch.bfloat16)
-    drafts(bench, read, 8, 8, V, torch.bfloat16)
+    chains(bench, read, 2 if options.quick else 8, 5, V, torch.bfloat16, not options.no_peers, options.only)
+    if "trees" in options.only:
+        trees(bench, V, torch.bfloat16)
+    if "drafts" in options.only:
+        drafts(bench, read, 8, 8, V, torch.bfloat16)
     if not options.quick:
-        chains(bench, read, 8, 5, V, torch.float32, False)
+        chains(bench, read, 8, 5, V, torch.float32, False, options.only)
     return 0
 
 

@@ -26,15 +26,16 @@ constexpr double kNegInf = -__builtin_huge_val();
 // that of `lowest`.
 constexpr float kExpShift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer and leaves it in the low bits
 constexpr float kLog2E = 1.44269504088896341f;
-constexpr float kExp2[5] = {1.32647273e-3f, 9.67151299e-3f, 5.55073358e-2f, 2.40222424e-1f, 6.93147004e-1f};
+constexpr float kExp2C1 = 6.93147004e-1f, kExp2C2 = 2.40222424e-1f, kExp2C3 = 5.55073358e-2f;
+constexpr float kExp2C4 = 9.67151299e-3f, kExp2C5 = 1.32647273e-3f;
 SPECDEC_HD float exp_scaled(float d, float rate, float lowest) {
   d = d > lowest ? d : lowest;
   float shifted = fmaf(d, rate, kExpShift);
   float r = fmaf(d, rate, kExpShift - shifted);
-  float value = fmaf(kExp2[0], r, kExp2[1]);
-  value = fmaf(value, r, kExp2[2]);
-  value = fmaf(value, r, kExp2[3]);
-  value = fmaf(value, r, kExp2[4]);
+  float value = fmaf(kExp2C5, r, kExp2C4);
+  value = fmaf(value, r, kExp2C3);
+  value = fmaf(value, r, kExp2C2);
+  value = fmaf(value, r, kExp2C1);
   value = fmaf(value, r, 1.0f);
   return bits_float(float_bits(value) + (float_bits(shifted) << 23));
 }

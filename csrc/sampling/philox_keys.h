@@ -21,7 +21,8 @@ struct PhiloxKeys {
       round[2 * r + 1] = k1;
     }
     // round 1: c0 = hi1 ^ position ^ k0 and c1 = lo1 are the same for every block
-    uint32_t c0 = mul_hi(0xCD9E8D57u, counter[1]) ^ counter[0] ^ round[0], c1 = 0xCD9E8D57u * counter[1];
+    uint32_t c0 = mul_hi(0xCD9E8D57u, counter[1]) ^ counter[0] ^ static_cast<uint32_t>(round[0]);
+    uint32_t c1 = 0xCD9E8D57u * counter[1];
     first2 = counter[2] ^ round[1];
     // round 2: so are the product of c0 and what it goes into
     second0 = c1 ^ round[2];

@@ -20,17 +20,18 @@ struct Leader {
   }
 };
 
-// Short steps first, while the bar is low and much passes it; multiples of kGroup, except at the end of a row.
+// Short steps first, while the bar is low and much passes it; multiples of kGroup, except at the end of a row. Over the
+// tiles from `first` to `end`.
 template <class Body>
-void for_scan_steps(const Row& row, Scratch& work, Body&& body) {
-  for (int32_t base = 0; base < row.size; base += kTileLogits) {
+void for_scan_steps(const Row& row, int32_t first, int32_t end, Scratch& work, Body&& body) {
+  for (int32_t base = first; base < end; base += kTileLogits) {
     Span tile = load_span(row, base, work);
     int64_t bytes = tile.type == LogitType::float32 ? 4 : 2;
     for (int32_t begin = 0, step; begin < tile.n; begin += step) {
-      int32_t scanned = base + begin;
+      int32_t scanned = base - first + begin;
       step = scanned < kFirstStep ? kFirstStep : scanned < kScanStep ? scanned : kScanStep;
       if (step > tile.n - begin) step = tile.n - begin;
-      body(Span{static_cast<const char*>(tile.data) + begin * bytes, tile.type, scanned, step,
+      body(Span{static_cast<const char*>(tile.data) + begin * bytes, tile.type, base + begin, step,
                 tile.next ? tile.next + begin * bytes : nullptr});
     }
   }
@@ -50,28 +51,35 @@ inline void aim(ScanArgs& args, const RowLaw& law, double to_beat) {
 // `log_weight(id, logit)` may not exceed the row's own (logit - max) * tau; -inf excludes the id. Ids that the filters
 // removed are never offered. Returns -1 where nothing has weight. Ties go to the lowest id.
 template <class LogWeight>
-int32_t pick_token(Row row, const RowLaw& law, const NoiseKey& key, Scratch& work, LogWeight&& log_weight) {
+int32_t pick_token(Row row, const RowLaw& law, const NoiseKey& key, LogWeight&& log_weight) {
   row.is_clean = law.is_clean();
   if (law.is_point) return log_weight(law.argmax, law.max) > kNegInf ? law.argmax : -1;
-  Leader best;
-  auto offer = [&](int32_t id, float logit, uint32_t word) {
+  auto offer = [&](Leader& best, int32_t id, float logit, uint32_t word) {
     if (!(logit >= -kInfLogit) || !law.keeps(logit, id)) return;
     double weight = log_weight(id, logit);
     if (weight > kNegInf) best.offer(weight + gumbel(key, static_cast<uint32_t>(id), word), id);
   };
   Philox words = draw(key.seed, key.position, key.purpose, static_cast<uint32_t>(law.argmax) >> 2, key.salt);
-  offer(law.argmax, law.max, words.word[law.argmax & 3]);  // a good first bar
-  ScanArgs args{law.max, law.rate, 0.0f, 0.0f, key};
-  for_scan_steps(row, work, [&](const Span& span) {
-    aim(args, law, best.score);
-    int32_t count = row_kernels().scan(span, args, work.hits);
-    for (int32_t h = 0; h < count; h++) offer(work.hits[h].id, work.hits[h].logit, work.hits[h].word);
+  Leader winner;
+  offer(winner, law.argmax, law.max, words.word[law.argmax & 3]);  // a good first bar
+  const Leader start = winner;
+  std::mutex combining;
+  over_tiles(row.size, [&](int32_t begin, int32_t end, Scratch& work) {
+    Leader best = start;
+    ScanArgs args{law.max, law.rate, 0.0f, 0.0f, key};
+    for_scan_steps(row, begin, end, work, [&](const Span& span) {
+      aim(args, law, best.score);
+      int32_t count = row_kernels().scan(span, args, work.hits);
+      for (int32_t h = 0; h < count; h++) offer(best, work.hits[h].id, work.hits[h].logit, work.hits[h].word);
+    });
+    std::lock_guard<std::mutex> lock(combining);
+    if (best.id >= 0) winner.offer(best.score, best.id);
   });
-  return best.id;
+  return winner.id;
 }
 
-inline int32_t pick_token(const Row& row, const RowLaw& law, const NoiseKey& key, Scratch& work) {
-  return pick_token(row, law, key, work, [&](int32_t, float logit) { return static_cast<double>(law.scaled(logit)); });
+inline int32_t pick_token(const Row& row, const RowLaw& law, const NoiseKey& key) {
+  return pick_token(row, law, key, [&](int32_t, float logit) { return static_cast<double>(law.scaled(logit)); });
 }
 
 }  // namespace specdec

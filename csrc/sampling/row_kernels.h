@@ -14,19 +14,27 @@ struct RowKernelsOf {
     F max, rate, lowest;
     explicit Weigher(const Weights& w) : max(V::set(w.max)), rate(V::set(w.rate)), lowest(V::set(w.lowest)) {}
   };
-  template <bool kClamp = true>
-  SPECDEC_SIMD F weight(const Weigher& w, F logit) {
+  // Several vectors in step: one alone would wait for its own chain of products.
+  template <bool kClamp, int kCount>
+  SPECDEC_SIMD void weigh(const Weigher& w, F (&x)[kCount]) {
     const F shift = V::set(kExpShift);
-    F d = V::sub(logit, w.max);
-    if (kClamp) d = V::max(d, w.lowest);
-    F shifted = V::fma(d, w.rate, shift);
-    F r = V::fma(d, w.rate, V::sub(shift, shifted));
-    F value = V::fma(V::set(kExp2[0]), r, V::set(kExp2[1]));
-    value = V::fma(value, r, V::set(kExp2[2]));
-    value = V::fma(value, r, V::set(kExp2[3]));
-    value = V::fma(value, r, V::set(kExp2[4]));
-    value = V::fma(value, r, V::set(1.0f));
-    return V::scale2(value, shifted);
+    F shifted[kCount], value[kCount];
+    for (int i = 0; i < kCount; i++) x[i] = V::sub(x[i], w.max);
+    if (kClamp)
+      for (int i = 0; i < kCount; i++) x[i] = V::max(x[i], w.lowest);
+    for (int i = 0; i < kCount; i++) shifted[i] = V::fma(x[i], w.rate, shift);
+    for (int i = 0; i < kCount; i++) x[i] = V::fma(x[i], w.rate, V::sub(shift, shifted[i]));
+    for (int i = 0; i < kCount; i++) value[i] = V::fma(V::set(kExp2C5), x[i], V::set(kExp2C4));
+    for (int i = 0; i < kCount; i++) value[i] = V::fma(value[i], x[i], V::set(kExp2C3));
+    for (int i = 0; i < kCount; i++) value[i] = V::fma(value[i], x[i], V::set(kExp2C2));
+    for (int i = 0; i < kCount; i++) value[i] = V::fma(value[i], x[i], V::set(kExp2C1));
+    for (int i = 0; i < kCount; i++) value[i] = V::fma(value[i], x[i], V::set(1.0f));
+    for (int i = 0; i < kCount; i++) x[i] = V::scale2(value[i], shifted[i]);
+  }
+  SPECDEC_SIMD F weight(const Weigher& w, F logit) {
+    F x[1] = {logit};
+    weigh<true>(w, x);
+    return x[0];
   }
 
   // Where a kernel reads logits from: one type a type of data. two: 2 * lanes logits in an order of their own; fold:
@@ -167,15 +175,16 @@ struct RowKernelsOf {
     typename V::Sum sum = V::zero();
     for_groups(s, [&](auto source, int32_t at, int32_t) {
       using Source = decltype(source);
-      auto pairs = [&](int32_t i) {
-        F a, b;
-        Source::two(source, i, a, b);
-        F wa = weight<kClamp>(w, a), wb = weight<kClamp>(w, b);
-        if (kSome) wa = V::select(V::ge(a, bottom), wa, none), wb = V::select(V::ge(b, bottom), wb, none);
-        return Source::fold(wa, wb);
-      };
-      for (int32_t i = at; i < at + kGroup; i += 4 * V::lanes)
-        V::add_rounded(sum, V::mul(V::pair_sums(pairs(i), pairs(i + 2 * V::lanes)), scale));
+      for (int32_t i = at; i < at + kGroup; i += 4 * V::lanes) {
+        F x[4], y[4];
+        Source::two(source, i, x[0], x[1]);
+        Source::two(source, i + 2 * V::lanes, x[2], x[3]);
+        for (int v = 0; v < 4; v++) y[v] = x[v];
+        weigh<kClamp>(w, x);
+        if (kSome)
+          for (int v = 0; v < 4; v++) x[v] = V::select(V::ge(y[v], bottom), x[v], none);
+        V::add_rounded(sum, V::mul(V::pair_sums(Source::fold(x[0], x[1]), Source::fold(x[2], x[3])), scale));
+      }
     });
     return V::total(sum);
   }

@@ -1,6 +1,7 @@
 // Rows of logits on the CPU: tiles with their edits, and the law of a row without filters that need a search.
 #include "rows_cpu.h"
 
+#include <atomic>
 #include <cstring>
 
 #include "select_cpu.h"
@@ -99,20 +100,33 @@ RowLaw first_read(Row& row, Scratch& work, bool want_groups) {
   work.row_min = __builtin_huge_valf();
   if (want_groups)
     work.group_max.assign((row.size + kPeekStep - 1) / kPeekStep * kernels.lanes, -__builtin_huge_valf());
-  for (int32_t base = 0; base < row.size; base += kTileLogits) {
-    float* groups = want_groups ? work.group_max.data() + base / kPeekStep * kernels.lanes : nullptr;
-    float span_max, span_min;
-    int32_t seen = row.is_edited() ? kFlagNanLogit : kernels.peek(raw_span(row, base), &span_max, &span_min, groups);
-    if (seen) {  // edited, or to be cleaned first
-      int32_t n = load_tile(row, base, work.tile, &law.flags);
-      kernels.peek({work.tile, LogitType::float32, base, n}, &span_max, &span_min, groups);
+  float* all_groups = want_groups ? work.group_max.data() : nullptr;
+  std::mutex combining;
+  over_tiles(row.size, [&](int32_t begin, int32_t end, Scratch& mine) {
+    float chunk_best = -__builtin_huge_valf(), chunk_min = __builtin_huge_valf();
+    int32_t chunk_base = begin, flags = 0;
+    for (int32_t base = begin; base < end; base += kTileLogits) {
+      float* groups = all_groups ? all_groups + base / kPeekStep * kernels.lanes : nullptr;
+      float span_max, span_min;
+      int32_t seen = row.is_edited() ? kFlagNanLogit : kernels.peek(raw_span(row, base), &span_max, &span_min, groups);
+      if (seen) {  // edited, or to be cleaned first
+        int32_t n = load_tile(row, base, mine.tile, &flags);
+        kernels.peek({mine.tile, LogitType::float32, base, n}, &span_max, &span_min, groups);
+      }
+      if (span_min < chunk_min) chunk_min = span_min;
+      if (span_max > chunk_best) {
+        chunk_best = span_max;
+        chunk_base = base;
+      }
     }
-    if (span_min < work.row_min) work.row_min = span_min;
-    if (span_max > best) {
-      best = span_max;
-      best_base = base;
+    std::lock_guard<std::mutex> lock(combining);
+    law.flags |= flags;
+    if (chunk_min < work.row_min) work.row_min = chunk_min;
+    if (chunk_best > best || (chunk_best == best && chunk_base < best_base)) {
+      best = chunk_best;
+      best_base = chunk_base;
     }
-  }
+  });
   row.is_clean = law.is_clean();
   law.max = best;
   if (!(best > -__builtin_huge_valf())) {
@@ -127,10 +141,14 @@ RowLaw first_read(Row& row, Scratch& work, bool want_groups) {
 
 }  // namespace
 
-uint64_t row_mass(const Row& row, const RowLaw& law, float low, Scratch& work, bool far) {
-  uint64_t mass = 0;
-  for (int32_t base = 0; base < row.size; base += kTileLogits)
-    mass += row_kernels().mass(load_span(row, base, work), weights_of(law), low, far);
+uint64_t row_mass(const Row& row, const RowLaw& law, float low, bool far) {
+  std::atomic<uint64_t> mass{0};
+  over_tiles(row.size, [&](int32_t begin, int32_t end, Scratch& mine) {
+    uint64_t sum = 0;
+    for (int32_t base = begin; base < end; base += kTileLogits)
+      sum += row_kernels().mass(load_span(row, base, mine), weights_of(law), low, far);
+    mass += sum;
+  });
   return mass;
 }
 
@@ -158,7 +176,7 @@ RowLaw row_law(Row row, const FilterParams& params, Scratch& work, bool need_mas
   if (top_k || top_p)
     select_kept(row, top_k ? params.top_k : 0, top_p ? params.top_p : 1.0f, law, work);
   else if (need_mass)
-    law.mass = row_mass(row, law, law.threshold, work, is_far(law, work));
+    law.mass = row_mass(row, law, law.threshold, is_far(law, work));
   if (law.mass) law.log_mass = log(static_cast<double>(law.mass) / kMassScale);
   return law;
 }
@@ -188,7 +206,7 @@ RowLaw tiled_law(Row row, const float* tiles, const FilterParams& params, Scratc
   law.set_temperature(params.temperature);
   law.threshold = min_p_threshold(law, params.min_p);
   if (law.threshold > kNegInf) {
-    if (need_mass) law.mass = row_mass(row, law, law.threshold, work);
+    if (need_mass) law.mass = row_mass(row, law, law.threshold);
   } else {
     for (int32_t t = 0; t < count; t++) {
       double mass = static_cast<double>(tiles[2 * t + 1]) * law.weight(tiles[2 * t]) * kMassScale;
@@ -209,62 +227,6 @@ double row_entropy(Row row, const RowLaw& law, Scratch& work) {
     sum += row_kernels().entropy(work.tile, n, weights_of(law), law.tau);
   }
   return law.log_mass + static_cast<double>(sum) / static_cast<double>(law.mass);
-}
-
-Row RowSource::row(int64_t index) const {
-  Row row;
-  row.data = data + index * row_bytes;
-  row.type = type;
-  row.size = valid;
-  if (allowed) row.allowed = allowed + index * allowed_stride;
-  if (bias_cu) {
-    int32_t begin = bias_cu[index], end = bias_cu[index + 1];
-    if (begin >= 0 && begin < end && end <= num_entries) {
-      row.bias_ids = bias_ids + begin;
-      row.bias_values = bias_values + begin;
-      row.num_bias = end - begin;
-    }
-  }
-  return row;
-}
-
-RowSource make_rows(const char* op, const char* name, const Tensor& logits, int64_t vocab_size,
-                    const std::optional<Tensor>& allowed, const std::optional<Tensor>& bias_cu,
-                    const std::optional<Tensor>& bias_ids, const std::optional<Tensor>& bias_values) {
-  RowSource source;
-  if (logits.dim() != 2) fail(op, name, "2 dimensions, got shape ", shape_text(logits));
-  check_dense_rows(op, name, logits);
-  switch (logits.scalar_type()) {
-    case ScalarType::Float: source.type = LogitType::float32; break;
-    case ScalarType::BFloat16: source.type = LogitType::bfloat16; break;
-    case ScalarType::Half: source.type = LogitType::float16; break;
-    default: fail(op, name, "float32, bfloat16 or float16, got ", dtype_name(logits.scalar_type()));
-  }
-  check_range(op, name, logits.size(1), 1, kMaxVocab);
-  if (vocab_size < 1) fail(op, "vocab_size", "a positive number of ids, got ", vocab_size);
-  int64_t rows = logits.size(0), words = (logits.size(1) + 31) / 32;
-  source.data = static_cast<const char*>(logits.const_data_ptr());
-  source.row_bytes = logits.stride(0) * (source.type == LogitType::float32 ? 4 : 2);
-  source.columns = static_cast<int32_t>(logits.size(1));
-  source.valid = static_cast<int32_t>(vocab_size < logits.size(1) ? vocab_size : logits.size(1));
-  source.num_rows = rows;
-  if (allowed) {
-    check_tensor(op, "allowed", *allowed, ScalarType::Int, {rows, words});
-    check_dense_rows(op, "allowed", *allowed);
-    source.allowed = data<uint32_t>(*allowed);
-    source.allowed_stride = allowed->stride(0);
-  }
-  if (bias_cu) {
-    if (!bias_ids || !bias_values) fail(op, "bias", "(cu_entries, ids, values), got a part of it");
-    check_index(op, "bias cu_entries", *bias_cu, {rows + 1});
-    check_index(op, "bias ids", *bias_ids, {kAny});
-    check_index(op, "bias values", *bias_values, {bias_ids->size(0)}, ScalarType::Float);
-    source.bias_cu = data<int32_t>(*bias_cu);
-    source.bias_ids = data<int32_t>(*bias_ids);
-    source.bias_values = data<float>(*bias_values);
-    source.num_entries = static_cast<int32_t>(bias_ids->size(0));
-  }
-  return source;
 }
 
 }  // namespace specdec

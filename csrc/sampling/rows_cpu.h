@@ -1,29 +1,15 @@
 // A row of logits on the CPU and the vector kernels that walk it in tiles of 4096 (one table per instruction set).
 #pragma once
+#include <torch/csrc/stable/ops.h>
+
+#include <mutex>
 #include <vector>
 
-#include "../common/check.h"
 #include "filters.h"
 #include "noise.h"
+#include "row_source.h"
 
 namespace specdec {
-
-enum class LogitType : int32_t { float32, bfloat16, float16 };
-
-// One row and what edits it: columns at and behind `size` do not exist, `allowed` bits of 0 forbid, bias entries add.
-struct Row {
-  const void* data = nullptr;
-  LogitType type = LogitType::float32;
-  int32_t size = 0;
-  const uint32_t* allowed = nullptr;
-  const int32_t* bias_ids = nullptr;
-  const float* bias_values = nullptr;
-  int32_t num_bias = 0;
-  bool is_clean = false;       // known to hold neither NaN nor +inf once edited
-  const void* next = nullptr;  // a row of as many logits that is read next: it comes into the cache meanwhile
-
-  bool is_edited() const { return allowed != nullptr || num_bias > 0; }
-};
 
 constexpr int32_t kGroup = 64;       // a kernel's inner step; tiles are padded to it with -inf
 constexpr int32_t kPeekStep = 1024;  // logits behind one set of part maxima
@@ -100,6 +86,17 @@ struct Scratch {
 };
 Scratch& scratch();
 
+// body(begin, end, scratch of this thread) over whole tiles of a row: on all threads if this one is alone (fewer
+// requests than threads), in one piece inside a parallel region. What bodies combine may not depend on the order.
+template <class Body>
+void over_tiles(int32_t size, Body&& body) {
+  constexpr int64_t kFewTiles = 8;
+  torch::stable::parallel_for(0, (size + kTileLogits - 1) / kTileLogits, kFewTiles, [&](int64_t begin, int64_t end) {
+    int64_t last = end * kTileLogits;
+    body(static_cast<int32_t>(begin * kTileLogits), static_cast<int32_t>(last < size ? last : size), scratch());
+  });
+}
+
 float load_logit(const Row& row, int32_t id);  // one edited, cleaned logit
 // Loads tile [base, base + returned n) with all edits: NaN -> -inf, +inf -> kInfLogit; `flags` collects what was seen.
 int32_t load_tile(const Row& row, int32_t base, float* x, int32_t* flags = nullptr);
@@ -108,10 +105,6 @@ Span raw_span(const Row& row, int32_t base);  // logits [base, base + n) of a ro
 Span load_span(const Row& row, int32_t base, Scratch& work);
 void drop_unkept(const RowLaw& law, int32_t base, int32_t n, float* x);  // logits that the filters removed -> -inf
 
-struct FilterParams {
-  float temperature = 1.0f, top_p = 1.0f, min_p = 0.0f;
-  int32_t top_k = 0;
-};
 // The row's law under the filters: one read of the row, and a second one for the mass that hits the cache. A row that
 // is only drawn from, not compared with, needs no mass unless a filter does (`need_mass` false leaves log_mass at 0).
 //
@@ -123,32 +116,9 @@ RowLaw tiled_law(Row row, const float* tiles, const FilterParams& params, Scratc
 // Only max, argmax and flags: all a greedy row or a coupled draw needs.
 RowLaw row_argmax(Row row, Scratch& work);
 // Sum of the masses of the logits at or above `low`; fours of neighbours share one rounding.
-uint64_t row_mass(const Row& row, const RowLaw& law, float low, Scratch& work, bool far = true);
+uint64_t row_mass(const Row& row, const RowLaw& law, float low, bool far = true);
 // Whether the row read last has a logit so far down that its weight needs clamping.
 bool is_far(const RowLaw& law, const Scratch& work);
 double row_entropy(Row row, const RowLaw& law, Scratch& work);
-
-// Rows of a [R, V] logits tensor with their edits.
-struct RowSource {
-  const char* data = nullptr;
-  int64_t row_bytes = 0;
-  LogitType type = LogitType::float32;
-  int32_t columns = 0;  // width of the tensor
-  int32_t valid = 0;    // columns that exist
-  const uint32_t* allowed = nullptr;
-  int64_t allowed_stride = 0;
-  const int32_t *bias_cu = nullptr, *bias_ids = nullptr;
-  const float* bias_values = nullptr;
-  int32_t num_entries = 0;
-  int64_t num_rows = 0;
-
-  Row row(int64_t index) const;
-};
-
-RowSource make_rows(const char* op, const char* name, const torch::stable::Tensor& logits, int64_t vocab_size,
-                    const std::optional<torch::stable::Tensor>& allowed,
-                    const std::optional<torch::stable::Tensor>& bias_cu,
-                    const std::optional<torch::stable::Tensor>& bias_ids,
-                    const std::optional<torch::stable::Tensor>& bias_values);
 
 }  // namespace specdec

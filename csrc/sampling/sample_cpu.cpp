@@ -50,7 +50,7 @@ void sample_cpu(const Tensor& logits, const Tensor& temperature, const std::opti
       Row row = rows.row(r);
       RowLaw law = row_law(row, sampling.filters(b), work, reported);
       NoiseKey key{sampling.seed[b], owners.positions ? owners.positions[r] : sampling.position[b], kPurposeEmit, 0};
-      int32_t id = law.is_point ? law.argmax : pick_token(row, law, key, work);
+      int32_t id = law.is_point ? law.argmax : pick_token(row, law, key);
       ids_out[r] = id;
       flags_out[r] = law.flags;
       if (logprobs_out) write_logprobs(wanted, row, law, id, work, logprobs_out + r * width);

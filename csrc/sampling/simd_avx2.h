@@ -166,17 +166,17 @@ struct Avx2 {
       __m256i token =
           _mm256_add_epi64(_mm256_set1_epi64x(static_cast<int64_t>(block) + 4 * h), _mm256_setr_epi64x(0, 2, 1, 3));
       __m256i p0 = _mm256_mul_epu32(token, m0);
-      __m256i c2 = _mm256_xor_si256(_mm256_srli_epi64(p0, 32), _mm256_set1_epi64x(keys.first2));
+      __m256i c2 = _mm256_xor_si256(_mm256_srli_epi64(p0, 32), _mm256_set1_epi64x(static_cast<int64_t>(keys.first2)));
       __m256i p1 = _mm256_mul_epu32(c2, m1);
-      __m256i c0 = _mm256_xor_si256(_mm256_srli_epi64(p1, 32), _mm256_set1_epi64x(keys.second0));
-      c2 = _mm256_xor_si256(p0, _mm256_set1_epi64x(keys.second2));
-      __m256i c1 = p1, c3 = _mm256_set1_epi64x(keys.second3);
+      __m256i c0 = _mm256_xor_si256(_mm256_srli_epi64(p1, 32), _mm256_set1_epi64x(static_cast<int64_t>(keys.second0)));
+      c2 = _mm256_xor_si256(p0, _mm256_set1_epi64x(static_cast<int64_t>(keys.second2)));
+      __m256i c1 = p1, c3 = _mm256_set1_epi64x(static_cast<int64_t>(keys.second3));
       for (int round = 2; round < 10; round++) {
         p0 = _mm256_mul_epu32(c0, m0), p1 = _mm256_mul_epu32(c2, m1);
         c0 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p1, 32), c1),
-                              _mm256_set1_epi64x(keys.round[2 * round]));
+                              _mm256_set1_epi64x(static_cast<int64_t>(keys.round[2 * round])));
         c2 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p0, 32), c3),
-                              _mm256_set1_epi64x(keys.round[2 * round + 1]));
+                              _mm256_set1_epi64x(static_cast<int64_t>(keys.round[2 * round + 1])));
         c1 = p1;
         c3 = p0;
       }

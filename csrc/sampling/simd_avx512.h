@@ -154,15 +154,16 @@ struct Avx512 {
       __m512i token = _mm512_add_epi64(_mm512_set1_epi64(static_cast<int64_t>(block) + 8 * h),
                                        _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7));
       __m512i p0 = _mm512_mul_epu32(token, m0);  // round 1
-      c2[h] = _mm512_xor_si512(_mm512_srli_epi64(p0, 32), _mm512_set1_epi64(keys.first2));
+      c2[h] = _mm512_xor_si512(_mm512_srli_epi64(p0, 32), _mm512_set1_epi64(static_cast<int64_t>(keys.first2)));
       __m512i p1 = _mm512_mul_epu32(c2[h], m1);  // round 2
-      c0[h] = _mm512_xor_si512(_mm512_srli_epi64(p1, 32), _mm512_set1_epi64(keys.second0));
-      c2[h] = _mm512_xor_si512(p0, _mm512_set1_epi64(keys.second2));
+      c0[h] = _mm512_xor_si512(_mm512_srli_epi64(p1, 32), _mm512_set1_epi64(static_cast<int64_t>(keys.second0)));
+      c2[h] = _mm512_xor_si512(p0, _mm512_set1_epi64(static_cast<int64_t>(keys.second2)));
       c1[h] = p1;
-      c3[h] = _mm512_set1_epi64(keys.second3);
+      c3[h] = _mm512_set1_epi64(static_cast<int64_t>(keys.second3));
     }
     for (int round = 2; round < 10; round++) {
-      const __m512i k0 = _mm512_set1_epi64(keys.round[2 * round]), k1 = _mm512_set1_epi64(keys.round[2 * round + 1]);
+      const __m512i k0 = _mm512_set1_epi64(static_cast<int64_t>(keys.round[2 * round])),
+                    k1 = _mm512_set1_epi64(static_cast<int64_t>(keys.round[2 * round + 1]));
       for (int h = 0; h < 2; h++) {
         __m512i p0 = _mm512_mul_epu32(c0[h], m0), p1 = _mm512_mul_epu32(c2[h], m1);
         c0[h] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p1, 32), c1[h], k0, 0x96);

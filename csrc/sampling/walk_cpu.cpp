@@ -137,10 +137,10 @@ class Walk {
   void finish(int32_t node, const RowLaw& law, LogWeight&& log_weight) {
     Row row = target_row(node);
     row.next = row_to_come(p_, next_node_, false);
-    int32_t id = pick_token(row, law, key(kPurposeEmit, depth_), work_, log_weight);
+    int32_t id = pick_token(row, law, key(kPurposeEmit, depth_), log_weight);
     if (id < 0) {
       flags_ |= kFlagZeroResidual;
-      id = pick_token(row, law, key(kPurposeEmit, depth_), work_);
+      id = pick_token(row, law, key(kPurposeEmit, depth_));
     }
     write_token(node, law, id < 0 ? law.argmax : id);
   }
@@ -167,7 +167,7 @@ class Walk {
       if (law.is_point)
         node = match(node, law, law.argmax);
       else if (p_.method == Method::coupled)
-        node = match(node, law, pick_token(target_row(node), law, key(kPurposeEmit, depth_), work_));
+        node = match(node, law, pick_token(target_row(node), law, key(kPurposeEmit, depth_)));
       else if (kids_.empty())
         finish(node, law), node = -1;
       else if (p_.method == Method::target_only || kind_ == -1)
@@ -249,7 +249,7 @@ class Walk {
       stale = true;
     }
     row.next = row_to_come(p_, next_node_, false);
-    int32_t winner = pick_token(row, law, key(kPurposeEmit, depth_), work_, [&](int32_t id, float logit) {
+    int32_t winner = pick_token(row, law, key(kPurposeEmit, depth_), [&](int32_t id, float logit) {
       return log_residual(law.log_prob(logit, id), draft_.log_q(id), state.log_c()) + law.log_mass;
     });
     if (winner < 0) {
