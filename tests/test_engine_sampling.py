@@ -38,7 +38,7 @@ def chi_square_p(
 ) -> tuple[float, Engine]:
     """p-value of `count` three-token texts against the exact joint law at temperature 1. Warm: the prompt's KV and
     that of earlier texts, drafts included, is in the prefix cache, and samples share prompts."""
-    config = replace(CONFIG, max_batch=max_batch, page_size=1 if warm else 4, prefix_cache=warm)
+    config = replace(CONFIG, max_batch=max_batch, page_size=1 if warm else 4, prefix_cache=warm, check=False)
     choices = [drafter]
     if drafter is None:
         choices = [d for name, d in drafters(SMALL).items() if name not in ("mixed", "draft model")]
@@ -79,10 +79,10 @@ def check_law(name: str, max_batch: int, warm: bool, count: int) -> None:
         assert engine.metrics.rejected > 0 or name == "drawn by the target"
 
 
-@pytest.mark.parametrize(("max_batch", "warm"), [(8, True), (8, False)])
+@pytest.mark.parametrize("warm", [True, False])
 @pytest.mark.parametrize("name", list(drafters(SMALL)))
-def test_three_sampled_tokens_have_the_targets_joint_law(name: str, max_batch: int, warm: bool):
-    check_law(name, max_batch, warm, 2000)
+def test_three_sampled_tokens_have_the_targets_joint_law(name: str, warm: bool):
+    check_law(name, 8, warm, 1200)
 
 
 @pytest.mark.long
@@ -90,7 +90,7 @@ def test_three_sampled_tokens_have_the_targets_joint_law(name: str, max_batch: i
 @pytest.mark.parametrize("max_batch", [1, 8])
 @pytest.mark.parametrize("name", list(drafters(SMALL)))
 def test_the_joint_law_in_full(name: str, max_batch: int, warm: bool):
-    check_law(name, max_batch, warm, 20000)
+    check_law(name, max_batch, warm, 6000)
 
 
 class Misreporting(SelfDrafter):
@@ -103,14 +103,14 @@ class Misreporting(SelfDrafter):
 
 @pytest.mark.parametrize("warm", [True, False])
 def test_the_law_test_can_fail(warm: bool):
-    """A target sharpened by a fifth, or drafts whose law is misreported, must be found out."""
-    assert chi_square_p(ToyModel(SMALL), "none", 0.8, 2000, warm=warm)[0] < LIMIT
+    """A target sharpened by a quarter, or drafts whose law is misreported, must be found out."""
+    assert chi_square_p(ToyModel(SMALL), "none", 0.75, 1200, warm=warm)[0] < LIMIT
     liar = Misreporting(layers=(1,), num_drafts=2, min_prob=0.0)
-    assert chi_square_p(ToyModel(SMALL), liar, 1.0, 2000, warm=warm)[0] < LIMIT
+    assert chi_square_p(ToyModel(SMALL), liar, 1.0, 3000, warm=warm)[0] < LIMIT
 
 
 @pytest.mark.parametrize("name", ["none", "ngram", "drawn chains"])
-def test_a_seed_gives_the_same_text_in_any_company(name: str):
+def test_ST_06_a_seed_gives_the_same_text_in_any_company(name: str):
     target = ToyTarget()
 
     def run(engine: Engine, company: int) -> list[int]:
@@ -133,14 +133,14 @@ def test_a_seed_gives_the_same_text_in_any_company(name: str):
     assert engine.generate([different.prompt], max_tokens=25, temperature=1.0, seed=8)[0].token_ids != alone
 
 
-def test_unseeded_requests_differ():
+def test_ST_06_unseeded_requests_differ():
     engine = Engine(ToyModel(), "none", CONFIG)
     texts = [engine.generate([[1, 2]], max_tokens=30, temperature=2.0)[0].token_ids for _ in range(2)]
     assert texts[0] != texts[1]
 
 
 @pytest.mark.parametrize("pattern", range(16))
-def test_greedy_requests_are_unmoved_by_sampled_neighbours(pattern: int):
+def test_BT_04_greedy_requests_are_unmoved_by_sampled_neighbours(pattern: int):
     target = ToyTarget()
     engine = Engine(ToyModel(target), SelfDrafter(layers=(1,), num_drafts=2, min_prob=0.0), CONFIG)
     sampled = [bool(pattern >> i & 1) for i in range(4)]

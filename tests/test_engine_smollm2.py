@@ -150,3 +150,41 @@ def test_bad_input_is_named_and_the_engine_stays_usable(model):
     assert exhausted.finish_reason == "memory"
     assert engine.generate(PROMPTS[2:3], max_tokens=3)[0].finish_reason == "length"
     assert engine.arena.num_unowned == 8
+
+
+def test_stop_strings_end_the_text_and_leave_no_trace(model):
+    engine = Engine(model, "ngram", EngineConfig(num_pages=64))
+    (whole,) = engine.generate(PROMPTS[13:14], max_tokens=40)
+    at = len(whole.text) // 2
+    stop = whole.text[at : at + 5]
+    pieces: list[str] = []
+    (cut,) = engine.generate(
+        PROMPTS[13:14], max_tokens=40, stop=stop, on_event=lambda _, event: pieces.append(event.text)
+    )
+    assert cut.finish_reason == "stop"
+    assert cut.text == "".join(pieces) == whole.text[: whole.text.index(stop)]
+    assert cut.num_cached > 0
+
+
+def test_a_json_schema_binds_the_real_model(model):
+    import json
+
+    pytest.importorskip("llguidance", reason="needs llguidance")
+    from specdec_kernels.engine.grammar import llguidance_grammars
+
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 12}, "size": {"enum": ["small", "large"]}},
+        "required": ["city", "size"],
+        "additionalProperties": False,
+    }
+    grammar = llguidance_grammars(model.tokenizer, model.vocab_size)(schema=schema)
+    prompt = [{"role": "user", "content": "Describe Paris as JSON with the keys city and size."}]
+    texts = []
+    for drafter in ("none", "ngram"):
+        engine = Engine(model, drafter, EngineConfig(num_pages=64))
+        (result,) = engine.generate([prompt], max_tokens=60, grammar=grammar)
+        assert result.finish_reason == "stop"
+        assert set(json.loads(result.text)) == {"city", "size"}
+        texts.append(result.text)
+    assert texts[0] == texts[1]

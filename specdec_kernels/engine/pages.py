@@ -227,25 +227,19 @@ class Arena:
 
     def check(self, owned: Iterable[Sequence[int]]) -> None:
         """Raise RuntimeError unless owners, states and counts agree with the page lists in `owned` (all there are)."""
-        owners = [0] * self.num_pages
+        owners, active = [0] * self.num_pages, [0, 0]
         for pages in owned:
             for page in pages:
+                active[self._tenant[page]] += not owners[page]
                 owners[page] += 1
             if len(pages) != len(set(pages)):
                 raise RuntimeError(f"Arena: an owner lists a page twice: {list(pages)}")
-        wrong = [(page, owners[page], self._owners[page]) for page in range(self.num_pages)]
-        wrong = [entry for entry in wrong if entry[1] != entry[2]]
-        if wrong:
+        if owners != self._owners:
+            wrong = [(p, a, b) for p, (a, b) in enumerate(zip(owners, self._owners)) if a != b]
             raise RuntimeError(f"Arena: (page, owners listed, owners counted): {wrong[:8]}")
-        free = set(self._free)
-        if len(free) != len(self._free):
-            raise RuntimeError("Arena: a page is free twice")
-        if any((self.state(page) == PageState.FREE) != (page in free) for page in range(self.num_pages)):
+        free = {page for page, kept in enumerate(self._kept) if kept == PageState.FREE and not owners[page]}
+        if len(self._free) != len(free) or free != set(self._free):
             raise RuntimeError("Arena: the free list does not match the pages' states")
-        active = [0, 0]
-        for page in range(self.num_pages):
-            if owners[page]:
-                active[self._tenant[page]] += 1
         if active != self.active:
             raise RuntimeError(f"Arena: {active} pages active, {self.active} counted")
         if any(active[t] > self.num_pages - self.floors[1 - t] for t in Tenant):
