@@ -233,10 +233,12 @@ def sanitizer(log: Log, deadline: float) -> None:
 
 
 ENGINE_OPS = ("build_tree", "chain_tree", "slot_mapping", "write_kv", "tree_attention", "verify", "commit_kv")
+GRAPH_SIZES = (1, 8, 16, 32, 64, 128)  # of the engine's decoding steps, in tokens
 
 
 def engine(log: Log, deadline: float) -> None:
-    """Greedy decoding, plain and with n-gram drafts, by the engine on random weights in SmolLM2-135M's shape.
+    """Greedy decoding, plain and with n-gram drafts, steps as they are and as graphs, on random weights in
+    SmolLM2-135M's shape.
 
     The real weights are larger than what can be carried. What such a model writes soon repeats itself, so the
     acceptance says nothing about models; the times per step do.
@@ -253,9 +255,9 @@ def engine(log: Log, deadline: float) -> None:
     texts: dict[str, list[list[int]]] = {}
     for requests in (1, 8) if device == "cuda" else (1,):
         prompts = torch.randint(0, model.vocab_size, (requests, 64), generator=generator).tolist()
-        for drafter in ("none", "ngram"):
+        for drafter, sizes in (("none", ()), ("ngram", ()), ("none", GRAPH_SIZES), ("ngram", GRAPH_SIZES)):
             for warm in (True, False):
-                runner = Engine(model, drafter, EngineConfig(num_pages=256, num_drafts=15))
+                runner = Engine(model, drafter, EngineConfig(num_pages=256, num_drafts=15, graph_sizes=sizes))
                 begin = time.monotonic()
                 results = runner.generate(prompts, max_tokens=8 if warm else 48)
             seconds, metrics = time.monotonic() - begin, runner.metrics
@@ -263,6 +265,7 @@ def engine(log: Log, deadline: float) -> None:
             tokens = sum(len(text) for text in texts[drafter])
             log.write(
                 "engine", device=device, dtype=str(dtype), requests=requests, drafter=drafter, tokens=tokens,
+                graphs=len(sizes),
                 seconds=round(seconds, 4), tokens_per_s=round(tokens / seconds, 1), forwards=metrics.forwards,
                 forward_s=round(metrics.forward_time_s, 4), step_s=round(metrics.step_time_s, 4),
                 same_text=texts[drafter] == texts["none"],

@@ -192,6 +192,7 @@ class Engine:
             show(committed_rows(packed, plan.chunks, accepted), hidden, self._context, self._give_up)
         observing = time.perf_counter() - end
         self.metrics.draft_time_s += drafted - start + observing
+        self.metrics.draft_version = getattr(self._default_drafter, "version", 0)
         self.metrics.verify_time_s += end - verified
         timing = StepTiming(
             nodes=len(packed.batch.token_ids), requests=len(requests), context=context,

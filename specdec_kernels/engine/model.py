@@ -11,7 +11,7 @@ import torch
 
 from specdec_kernels.attention import tree_attention, write_kv
 from specdec_kernels.engine.batch import Batch, HiddenStates, KVCache, KVShape
-from specdec_kernels.engine.linear import pack_linears
+from specdec_kernels.engine.linear import fuse_norms, pack_linears
 
 ATTENTION = "specdec_kernels"
 _UNSUPPORTED = {
@@ -100,6 +100,7 @@ class TransformersModel:
         self.eos_token_ids = _eos_ids(module, tokenizer)
         self._output = module.get_output_embeddings().weight.detach()  # packing hides it
         self.num_packed = pack_linears(module, self.dtype, self.device) if pack else 0
+        self.num_fused = fuse_norms(module, self.dtype, self.device) if pack else 0
         self._body = module.get_decoder()
         self._all_layers = self._body.layers
         self._layer_sets: dict[tuple[int, ...], torch.nn.ModuleList] = {}
