@@ -255,7 +255,10 @@ def engine(log: Log, deadline: float) -> None:
     texts: dict[str, list[list[int]]] = {}
     for requests in (1, 8) if device == "cuda" else (1,):
         prompts = torch.randint(0, model.vocab_size, (requests, 64), generator=generator).tolist()
-        for drafter, sizes in (("none", ()), ("ngram", ()), ("none", GRAPH_SIZES), ("ngram", GRAPH_SIZES)):
+        arms: list[tuple[str, tuple[int, ...]]] = [("none", ()), ("ngram", ())]
+        if device == "cuda":
+            arms += [("none", GRAPH_SIZES), ("ngram", GRAPH_SIZES)]
+        for drafter, sizes in arms:
             for warm in (True, False):
                 runner = Engine(model, drafter, EngineConfig(num_pages=256, num_drafts=15, graph_sizes=sizes))
                 begin = time.monotonic()
