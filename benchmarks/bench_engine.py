@@ -52,6 +52,7 @@ class Generate:
     def __init__(self, module: Any, prompts: list[list[int]]):
         from transformers import DynamicCache
 
+        module.generation_config.eos_token_id = None  # neither stops at an end token nor avoids it, as the engine here
         self.module, self.ids = module, torch.tensor(prompts)
         self.start, self.cache = self.ids.shape[1], DynamicCache(config=module.config)
 
@@ -62,7 +63,6 @@ class Generate:
                 attention_mask=torch.ones_like(self.ids),
                 past_key_values=self.cache,
                 max_new_tokens=num_tokens,
-                min_new_tokens=num_tokens,
                 do_sample=False,
             )
 
