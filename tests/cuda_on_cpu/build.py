@@ -93,7 +93,8 @@ def locked(target: Path) -> Iterator[None]:
 
 def run(command: list[str]) -> str:
     """Run a compiler; its output, or BuildError with its first errors."""
-    done = subprocess.run(command, capture_output=True, text=True)
+    plain = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # no sanitizer in the compiler
+    done = subprocess.run(command, capture_output=True, text=True, env=plain)
     if done.returncode:
         lines = (done.stderr + done.stdout).splitlines()
         errors = [line for line in lines if "error" in line.lower()] or lines

@@ -15,9 +15,17 @@ Grid grid{};
 int planted_bug = 0;
 static uint64_t launches = 0;
 
+// Memory goes back without ASan's marks, or whoever gets these addresses next is accused.
+static void unmap(void* memory, size_t bytes) {
+#if EMULATED_ASAN
+  __asan_unpoison_memory_region(memory, bytes);
+#endif
+  munmap(memory, bytes);
+}
+
 Block::~Block() {
-  if (arena) munmap(arena, kArena);
-  if (stacks) munmap(stacks, num_stacks * stack_bytes);
+  if (arena) unmap(arena, kArena);
+  if (stacks) unmap(stacks, num_stacks * stack_bytes);
   if (shadow) munmap(shadow, kArena * sizeof(Cell));
 }
 
@@ -30,7 +38,7 @@ static void prepare_slot(Block* block, uint32_t num_threads) {
   constexpr size_t stack_bytes = EMULATED_ASAN ? 256 << 10 : 64 << 10;
   if (!block->arena) block->arena = static_cast<char*>(map_memory(kArena));
   if (block->num_stacks < num_threads) {
-    if (block->stacks) munmap(block->stacks, block->num_stacks * block->stack_bytes);
+    if (block->stacks) unmap(block->stacks, block->num_stacks * block->stack_bytes);
     block->stack_bytes = stack_bytes;
     block->num_stacks = num_threads;
     block->stacks = static_cast<char*>(map_memory(num_threads * stack_bytes));
