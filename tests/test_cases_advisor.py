@@ -9,9 +9,9 @@ import torch
 from specdec_kernels.advisor import tokenizer_check as tc
 from specdec_kernels.advisor import vocabulary as vb
 from specdec_kernels.advisor.acceptance import AcceptanceCounts, StepRecord
-from specdec_kernels.advisor.draft_map import draft_to_target
 from specdec_kernels.advisor.rollout import overlap
 from specdec_kernels.advisor.selection import CostTable, choose_num_drafts
+from specdec_kernels.engine.draft_map import draft_to_target
 
 TARGET = {0: b"<s>", 1: b"a", 2: b"b", 3: b"ab"}
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from specdec_kernels.advisor.acceptance import AcceptanceLog, StepRecord
-from specdec_kernels.advisor.draft_map import scatter_logits
+from specdec_kernels.engine.draft_map import scatter_logits
 
 Model = Callable[[torch.Tensor], torch.Tensor]
 

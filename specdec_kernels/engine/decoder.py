@@ -303,7 +303,8 @@ class Engine:
             state.context_len = min(before + emitted, len(state.tokens))
             state.num_steps += 1
             exhausted = nodes[emitted - 1] not in draft.parents
-            for counters in (state.stats, self.metrics):
+            kind = self.metrics.of_class(state.drafter.name, state.request.temperature)
+            for counters in (state.stats, self.metrics, kind):
                 counters.record(draft.depth_counts(), emitted - 1, len(new), exhausted)
                 counters.flagged += flags != 0
                 counters.nan_rows += flags & _NAN_ROW != 0

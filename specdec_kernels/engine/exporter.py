@@ -47,6 +47,15 @@ COUNTERS = {
     "copied_pages": ("copied_pages", "Pages copied between samples of one request."),
 }
 
+# The same counts by class: labels method (drafter), temperature (greedy, sampled) and draft_version.
+CLASS_COUNTERS = {
+    "spec_decode_class_steps": ("steps", "Verification steps of a class of requests."),
+    "spec_decode_class_emitted_tokens": ("emitted", "Tokens they emitted."),
+    "spec_decode_class_draft_tokens": ("drafted", "Their draft tokens verified."),
+    "spec_decode_class_accepted_tokens": ("accepted", "Their draft tokens accepted and emitted."),
+    "spec_decode_class_rejections": ("rejected", "Their steps in which a draft was tried and refused."),
+}
+
 
 class EngineCollector:
     """A `prometheus_client` collector over one or several engines: `registry.register(EngineCollector(engine))`.
@@ -76,6 +85,11 @@ class EngineCollector:
             family = CounterMetricFamily(f"{PREFIX}spec_decode_{name}", text, labels=[*names, "position"])
             for position, count in enumerate(counts):
                 family.add_metric([*values, str(position)], count)
+            yield family
+        for name, (attribute, text) in CLASS_COUNTERS.items():
+            family = CounterMetricFamily(PREFIX + name, text, labels=[*names, "method", "temperature", "draft_version"])
+            for (method, temperature, version), counted in sorted(total.by_class.items()):
+                family.add_metric([*values, method, temperature, str(version)], getattr(counted, attribute))
             yield family
         family = CounterMetricFamily(f"{PREFIX}request_success", "Requests ended.", labels=[*names, "finished_reason"])
         for reason, count in sorted(total.finished_by.items()):

@@ -76,7 +76,10 @@ class SpecCounters:
                     mine[i] += value
             elif isinstance(mine, dict):
                 for key, value in theirs.items():
-                    mine[key] = mine.get(key, 0) + value
+                    if isinstance(value, SpecCounters):
+                        mine.setdefault(key, SpecCounters()).merge(value)
+                    else:
+                        mine[key] = mine.get(key, 0) + value
             elif item.name == "draft_version":
                 self.draft_version = max(mine, theirs)
             else:
@@ -127,6 +130,13 @@ class EngineCounters(SpecCounters):
     forward_time_s: float = 0.0
     verify_time_s: float = 0.0
     step_time_s: float = 0.0
+    by_class: dict[tuple[str, str, int], SpecCounters] = field(default_factory=dict)  # see `of_class`
+
+    def of_class(self, method: str, temperature: float) -> SpecCounters:
+        """Counters of one drafter, greedy or sampled requests, and the present draft version. Rates move with the mix
+        of such classes even when nothing changed in any of them: alerts compare a class with itself."""
+        key = (method, "greedy" if temperature <= 1e-5 else "sampled", self.draft_version)
+        return self.by_class.setdefault(key, SpecCounters())
 
     def finish(self, reason: str, stats: SpecCounters) -> None:
         """A request ended. `request_acceptance[i]`: requests whose conditional acceptance lies in tenth i."""

@@ -1,0 +1,193 @@
+"""The advisor's command line: `--json`, exit codes, one line for wrong input, and every help's example."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shlex
+import threading
+import types
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from specdec_kernels import __main__
+from specdec_kernels.advisor import serve, watch
+from specdec_kernels.engine import Engine, EngineConfig
+from tests.toy_model import ToyModel
+
+COSTS = {"1": {"verify": {"0": 10, "1": 10.2, "3": 10.5}, "draft": 1}, "64": {"verify": {"0": 20, "1": 34, "3": 60}, "draft": 1}}  # fmt: skip  # noqa: E501
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working folder with the files that the examples name."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "costs.json").write_text(json.dumps(COSTS))
+    for name, tokens in (("target", ["a", "b", "ab"]), ("draft", ["a", "b"])):
+        (tmp_path / f"{name}.json").write_text(json.dumps({str(i): token for i, token in enumerate(tokens)}))
+    return tmp_path
+
+
+@pytest.fixture
+def endpoint():
+    """An engine's counters on a loopback port; the engine goes on a step at every scrape."""
+    engine = Engine(ToyModel(), "ngram", EngineConfig(num_drafts=4))
+    server = serve.serve_metrics(engine, port=0)
+    yield engine, f"http://127.0.0.1:{server.server_port}/metrics"
+    server.shutdown()
+    server.server_close()
+
+
+def help_of(word: str, capsys) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        __main__.main([word, "--help"])
+    assert stopped.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("word", sorted(set(__main__.DELEGATED) - {"check-tokenizer"}))
+def test_help_has_an_example_and_the_exit_codes(word, capsys):
+    text = " ".join(help_of(word, capsys).split())
+    assert f"Example: {word} " in text
+    assert "exit code: 0" in text
+    assert "--json" in text
+
+
+def example(word: str, capsys) -> list[str]:
+    text = " ".join(help_of(word, capsys).split())
+    return shlex.split(re.search(r"Example: (.*?)$", text).group(1))
+
+
+@pytest.mark.parametrize(("word", "code"), [("speedup", 0), ("choose-drafts", 1), ("monitoring", 0)])
+def test_the_examples_run(word, code, folder, capsys):
+    arguments = example(word, capsys)
+    assert __main__.main(arguments) == code
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_the_example_of_watch_runs(endpoint, capsys):
+    engine, url = endpoint
+    engine.generate([[1, 2, 3, 4]], max_tokens=30)
+    arguments = [url if a.startswith("http") else a for a in example("watch", capsys)]
+    arguments[arguments.index("--interval") + 1] = "0.05"
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            engine.generate([[1, 2, 3, 4]], max_tokens=20)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        assert __main__.main(arguments) == 0
+    finally:
+        stop.set()
+        worker.join()
+    views = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(views) == 5
+    assert set(views[0]) == set(watch.SHOWN)
+    assert any(view["tokens_a_second"] > 0 for view in views)
+
+
+def test_the_example_of_serve_metrics_runs(monkeypatch, capsys):
+    """With the toy model in the real one's place: the example's own words otherwise."""
+    monkeypatch.setattr(serve, "load_model", lambda name, dtype=None, device=None: ToyModel())
+    monkeypatch.setattr(serve, "_prompts", lambda path: [[1, 2, 3, 4, 5]])
+    assert __main__.main(example("serve-metrics", capsys)) == 0
+    first, last = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert first["url"].startswith("http://127.0.0.1:")
+    assert last["requests"] == 2
+    assert last["tokens"] == 32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["speedup", "--acceptance", "0.7", "--drafts", "-1"], "num_drafts: expected an integer >= 0, got -1"),
+        (["speedup", "--acceptance", "0.7", "--drafts", "5", "--verify", "1:1,3:2"], "expected 1..3 (measured), got 6"),
+        (["choose-drafts", "nowhere.json", "--acceptance", "0.5", "--batch", "1"], "nowhere.json"),
+        (["choose-drafts", "costs.json", "--acceptance", "0.5", "--batch", "0"], "batch: expected at least 1, got 0"),
+        (["check-tokenizer", "nowhere", "target.json"], "expected a directory with tokenizer.json"),
+        (["serve-metrics", "--prompts", "nowhere.txt"], "nowhere.txt"),
+        (["watch", "http://127.0.0.1:9/metrics", "--count", "1"], "refused"),
+        (["watch", "metrics"], "expected an http address"),
+        (["monitoring", "--write", "costs.json"], "costs.json"),
+    ],
+)
+def test_wrong_input_gives_one_line_and_exit_code_2(arguments, message, folder, capsys):
+    assert __main__.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith(arguments[0])
+    assert error.count("\n") == 1
+
+
+def test_speedup_says_what_the_formulas_say(capsys):
+    assert __main__.main(["speedup", "--acceptance", "0.7", "--drafts", "5", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["speedup"] == pytest.approx(1.9608, abs=1e-4)
+    assert found["text_prints"] == pytest.approx(0.9517, abs=1e-4)
+    assert found["best_drafts"] == 4
+    assert found["break_even_acceptance"] == pytest.approx(0.334, abs=1e-3)
+    assert __main__.main(["speedup", "--acceptance", "0.2", "--drafts", "5"]) == 1
+    assert __main__.main(["speedup", "--acceptance", "0.9,0.5", "--drafts", "2", "--verify", "1:1,4:1.2"]) == 0
+
+
+def test_choose_drafts_is_case_pf_04(folder, capsys):
+    assert __main__.main(["choose-drafts", "costs.json", "--acceptance", "0.5", "--batch", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_drafts"] == 3
+    assert __main__.main(["choose-drafts", "costs.json", "--acceptance", "0.5", "--batch", "64"]) == 1
+    assert capsys.readouterr().out.startswith("0 drafts")
+
+
+def test_monitoring_writes_the_files(folder, capsys):
+    assert __main__.main(["monitoring", "--write", "there"]) == 0
+    assert {path.name for path in (folder / "there").iterdir()} == {"specdec_rules.yml", "specdec_dashboard.json"}
+
+
+# ---- watch
+
+
+class Fixed(BaseHTTPRequestHandler):
+    text = b"# TYPE python_info gauge\npython_info 1\n"
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.text)
+
+    def log_message(self, *args):
+        pass
+
+
+def test_an_endpoint_without_such_counters_is_exit_code_1(capsys):
+    server = HTTPServer(("127.0.0.1", 0), Fixed)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        assert __main__.main(["watch", f"http://127.0.0.1:{server.server_port}/metrics"]) == 1
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert "got none" in capsys.readouterr().err
+
+
+def test_gpu_utilisation_times_useful_tokens():
+    """NVML stands in: half busy, and of five verified nodes two gave tokens."""
+    nvml = types.SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUtilizationRates=lambda handle: types.SimpleNamespace(gpu=50),
+    )
+    engine = types.SimpleNamespace(
+        metrics=types.SimpleNamespace(emitted=40, verify_slots=100),
+        model=types.SimpleNamespace(device=types.SimpleNamespace(index=0)),
+    )
+    families = {family.name: family.samples[0].value for family in serve.GpuCollector(nvml, [engine]).collect()}
+    assert families == {"specdec:gpu_utilisation": 0.5, "specdec:gpu_utilisation_useful": pytest.approx(0.2)}
+
+
+def test_every_delegated_command_exists():
+    for module, function, _ in __main__.DELEGATED.values():
+        assert callable(getattr(importlib.import_module(f"specdec_kernels.{module}"), function))
