@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import re
 import shlex
 import threading
@@ -40,6 +41,11 @@ def endpoint():
     server.server_close()
 
 
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "2000")  # argparse breaks lines at hyphens too
+
+
 def help_of(word: str, capsys) -> str:
     with pytest.raises(SystemExit) as stopped:
         __main__.main([word, "--help"])
@@ -47,7 +53,7 @@ def help_of(word: str, capsys) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("word", sorted(set(__main__.DELEGATED) - {"check-tokenizer"}))
+@pytest.mark.parametrize("word", sorted(__main__.DELEGATED))
 def test_help_has_an_example_and_the_exit_codes(word, capsys):
     text = " ".join(help_of(word, capsys).split())
     assert f"Example: {word} " in text
@@ -65,6 +71,13 @@ def test_the_examples_run(word, code, folder, capsys):
     arguments = example(word, capsys)
     assert __main__.main(arguments) == code
     assert json.loads(capsys.readouterr().out)
+
+
+def test_the_example_of_check_tokenizer_runs(folder, capsys):
+    arguments = example("check-tokenizer", capsys)
+    files = {"target_dir": "target.json", "draft.gguf": "draft.json"}  # stand-ins for what the example calls them
+    assert __main__.main([files.get(a, a) for a in arguments]) == 1  # compatible on the first two ids
+    assert json.loads(capsys.readouterr().out)["num_ids"] == 2
 
 
 def test_the_example_of_watch_runs(endpoint, capsys):
@@ -171,6 +184,47 @@ def test_an_endpoint_without_such_counters_is_exit_code_1(capsys):
         server.shutdown()
         server.server_close()
     assert "got none" in capsys.readouterr().err
+
+
+def exposition(prefix: str, **counters: float) -> str:
+    rows = ((f"{prefix}{name}_total", value) for name, value in counters.items())
+    return "".join(f"# TYPE {name} counter\n{name} {value}\n" for name, value in rows)
+
+
+def test_rates_between_two_scrapes():
+    before = watch.read_counters(exposition("specdec:", spec_decode_num_steps=0, generation_tokens=0))
+    after = watch.read_counters(
+        exposition(
+            "specdec:", spec_decode_num_steps=10, spec_decode_num_drafts=10, spec_decode_num_draft_tokens=50,
+            spec_decode_num_accepted_tokens=15, spec_decode_num_rejections=5, generation_tokens=25,
+            spec_decode_verify_slots_real=60, spec_decode_verify_slots_padded=20,
+        )
+    )  # fmt: skip
+    found = watch.rates(before, after, 5.0)
+    assert found["conditional_acceptance"] == 0.75
+    assert found["accepted_over_drafted"] == 0.3
+    assert found["tokens_a_step"] == 2.5
+    assert found["slot_utilisation"] == 0.75
+    assert found["useful_token_ratio"] == pytest.approx(25 / 60)
+    assert found["tokens_a_second"] == 5.0
+    assert math.isnan(found["prefix_hits"])
+    restarted = watch.read_counters(exposition("specdec:", spec_decode_num_steps=2, generation_tokens=4))
+    assert watch.rates(after, restarted, 1.0)["tokens_a_step"] == 2.0
+    text = "\n".join(watch.lines(found, 10.0))
+    assert "conditional acceptance" in text
+    assert "0.75" in text
+    assert watch.bar(0.5, 1.0, 10) == "█████·····"
+    assert watch.bar(float("nan"), 1.0, 4) == "····"
+
+
+def test_vllm_counters_are_read_and_what_they_cannot_say_is_not_said():
+    before = watch.read_counters(exposition("vllm:", spec_decode_num_drafts=0))
+    counted = {"spec_decode_num_drafts": 10, "spec_decode_num_draft_tokens": 30, "spec_decode_num_accepted_tokens": 15}
+    after = watch.read_counters(exposition("vllm:", **counted))
+    found = watch.rates(before, after, 1.0)
+    assert found["tokens_a_step"] == 2.5
+    assert found["accepted_over_drafted"] == 0.5
+    assert math.isnan(found["conditional_acceptance"])
 
 
 def test_gpu_utilisation_times_useful_tokens():

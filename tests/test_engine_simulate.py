@@ -114,7 +114,7 @@ def test_easy_requests_get_more_drafts_than_hard_ones():
 
 
 def check(batch: int, tokens: int, depths, errors) -> None:
-    fixed, ours, _ = sweep(batch, tokens=tokens, depths=depths, errors=errors)
+    fixed, ours, _ = sweep(batch, tokens=tokens, depths=depths, errors=errors, seed=1)  # tuned on seed 0
     for name, found in ours.items():
         assert found >= 0.98 * fixed[0], (batch, name, found / fixed[0])
         assert found >= 0.95 * max(fixed.values()), (batch, name, found / max(fixed.values()))

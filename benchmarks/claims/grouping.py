@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows, curves = [], {"best fixed depth": [], "goodput, worst error": [], "goodput, best error": []}
     for batch in batches:
         tokens = max(150 * batch, 600) if claim.quick else max(600 * batch, 6000)
-        fixed, ours, _ = sweep(batch, tokens=tokens, depths=depths, errors=tuple(ERRORS))
+        fixed, ours, _ = sweep(batch, tokens=tokens, depths=depths, errors=tuple(ERRORS), seed=1)  # tuned on 0
         best = max(fixed, key=lambda depth: fixed[depth])
         worst = min(ours, key=lambda name: ours[name])
         plain = fixed[0]

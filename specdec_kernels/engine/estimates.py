@@ -19,7 +19,7 @@ class AcceptanceTable:
     same depth came true, so that a bias of this estimator does not last.
     """
 
-    def __init__(self, depth: int, *, memory: float = 24.0, prior: float = 0.6, prior_weight: float = 6.0):
+    def __init__(self, depth: int, *, memory: float = 24.0, prior: float = 0.6, prior_weight: float = 12.0):
         self.depth, self.prior, self.prior_weight = depth, prior, prior_weight
         self._keep = 1.0 - 1.0 / memory
         self._row: dict[int, int] = {}

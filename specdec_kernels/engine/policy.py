@@ -130,8 +130,8 @@ class GoodputPolicy:
         *,
         max_depth: int = 8,
         widths: Sequence[int] | None = None,
-        hysteresis: float = 0.02,
-        probe_share: float = 0.01,
+        hysteresis: float = 0.01,
+        probe_share: float = 0.005,
         uncertainty: float = 0.2,
         table: AcceptanceTable | None = None,
     ):

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specdec_kernels.batching import BatchCostModel
+from specdec_kernels.engine.drafters import Limit
 from specdec_kernels.engine.metrics import EngineCounters
-from specdec_kernels.engine.pages import Arena
+from specdec_kernels.engine.pages import Arena, Tenant
 from specdec_kernels.engine.policy import DraftCosts, DraftOutcome, DraftPolicy, StepTiming, group_by_cost
 from specdec_kernels.engine.request import Request, RequestState
 from specdec_kernels.engine.scheduler import Scheduler
@@ -105,6 +106,11 @@ class Simulation:
     prefill_tokens: int = 0
     preemptions: int = 0
     draft_seconds: float = 0.0
+    target_page_seconds: float = 0.0
+    draft_page_seconds: float = 0.0
+    num_pages: int = 0
+    refused: int = 0  # request steps that went without their drafts for want of draft pages
+    restarted_tokens: int = 0  # context that the drafter computed (again) because it held none of it
     first: np.ndarray = field(default_factory=lambda: np.zeros(0))
     finished: np.ndarray = field(default_factory=lambda: np.zeros(0))
     arrivals: np.ndarray = field(default_factory=lambda: np.zeros(0))
@@ -123,6 +129,12 @@ class Simulation:
     def useful_token_ratio(self) -> float:
         """Emitted tokens a verified node: rejection alone."""
         return self.tokens / self.nodes if self.nodes else 0.0
+
+    @property
+    def memory_in_use(self) -> float:
+        """Share of pages that requests owned, over time."""
+        held = self.target_page_seconds + self.draft_page_seconds
+        return held / (self.num_pages * self.seconds) if self.seconds else 0.0
 
     @property
     def latencies(self) -> np.ndarray:
@@ -168,8 +180,13 @@ def simulate(
     bucket_sizes: Sequence[int] = BUCKETS,
     max_tokens: int | None = None,
     seed: int = 0,
+    draft_page_size: int = 0,
+    floors: tuple[int, int] = (0, 0),
 ) -> Simulation:
     """Run a trace (sorted by arrival) until it is done, or until `max_tokens` were emitted.
+
+    draft_page_size: tokens of the drafter's own KV that a page holds (0: it has none); floors: pages that only the
+    target, only the drafter may hold (see `Arena`; floors that add up to all pages are a fixed partition).
 
     execution: how a step's trees are launched. "ragged": packed, one launch; "padded": one launch, every request padded
     to the largest bucket; "grouped": a launch a bucket; "look_ahead": whichever of these two `should_split` predicts to
@@ -179,9 +196,8 @@ def simulate(
         raise ValueError(f"simulate: execution: expected one of {EXECUTIONS}, got {execution!r}")
     if any(a.arrival > b.arrival for a, b in itertools.pairwise(trace)):
         raise ValueError("simulate: trace: expected requests sorted by arrival")
-    return _Run(
-        trace, policy, machine, max_batch, num_pages, page_size, max_step_tokens, execution, bucket_sizes, seed
-    )(max_tokens)
+    arena = Arena(num_pages, page_size, draft_page_size=draft_page_size, target_floor=floors[0], draft_floor=floors[1])
+    return _Run(trace, policy, machine, arena, max_batch, max_step_tokens, execution, bucket_sizes, seed)(max_tokens)
 
 
 class _Run:
@@ -190,9 +206,8 @@ class _Run:
         trace: Sequence[TraceRequest],
         policy: DraftPolicy,
         machine: Machine,
+        arena: Arena,
         max_batch: int,
-        num_pages: int,
-        page_size: int,
         max_step_tokens: int,
         execution: str,
         bucket_sizes: Sequence[int],
@@ -201,12 +216,14 @@ class _Run:
         self.trace, self.policy, self.machine, self.seed = trace, policy, machine, seed
         self.execution, self.bucket_sizes = execution, bucket_sizes
         self.metrics = EngineCounters()
-        self.scheduler = Scheduler(Arena(num_pages, page_size), max_batch, max_step_tokens, self.metrics)
+        self.arena = arena
+        self.scheduler = Scheduler(arena, max_batch, max_step_tokens, self.metrics)
         self.rng = np.random.default_rng([seed, 1 << 40])
         self.out = Simulation(
             first=np.full(len(trace), np.nan),
             finished=np.full(len(trace), np.nan),
             arrivals=np.array([spec.arrival for spec in trace]),
+            num_pages=arena.num_pages,
         )
         self.coins: dict[int, _Coins] = {}
         self.index: dict[int, int] = {}
@@ -242,17 +259,22 @@ class _Run:
         for state in [s for s in [*scheduler.waiting, *scheduler.running] if s.finish_reason == "memory"]:
             raise ValueError(f"simulate: num_pages: expected enough for {len(state.tokens)} tokens alone")
         forward, draft = self.machine.at(out.seconds)
-        depths = [limit.depth for limit in plan.limits]
-        sizes = [1 + limit.nodes for limit in plan.limits]
+        limits, restarted = self._draft_memory(plan.decoding, plan.limits)
+        depths = [limit.depth for limit in limits]
+        sizes = [1 + limit.nodes for limit in limits]
         contexts = [state.context_len for state in plan.decoding]
         rows = sum(chunk.num_tokens for chunk in plan.chunks)
         chunk_context = rows + sum(chunk.state.context_len for chunk in plan.chunks)
         seconds, slots, launches = self._launches(forward, sizes, contexts, rows, len(plan.chunks), chunk_context)
         levels, drafts = max(depths, default=0), sum(sizes) - len(sizes)
         drafting = draft.per_step + draft.per_level * levels + draft.per_node * drafts if levels else 0.0
+        drafting += draft.per_node * restarted
         if self.machine.jitter:
             spread = np.exp(self.machine.jitter * self.rng.standard_normal(2))
             seconds, drafting = seconds * float(spread[0]), drafting * float(spread[1])
+        out.target_page_seconds += self.arena.active[Tenant.TARGET] * (seconds + drafting)
+        out.draft_page_seconds += self.arena.active[Tenant.DRAFT] * (seconds + drafting)
+        out.restarted_tokens += restarted
         out.seconds += seconds + drafting
         out.draft_seconds += drafting
         out.steps += 1
@@ -275,6 +297,24 @@ class _Run:
         requests = len(plan.decoding) + len(plan.chunks)
         timing = StepTiming(slots + rows, requests, sum(contexts) + chunk_context, levels, drafts, seconds, drafting)
         self.policy.record(outcomes, timing)
+
+    def _draft_memory(self, states: list[RequestState], limits: list[Limit]) -> tuple[list[Limit], int]:
+        """Pages for the drafter's own KV. Without them a request goes without drafts; with none so far, its context is
+        computed by the drafter first (the second value: tokens of that)."""
+        if not self.arena.draft_page_size:
+            return limits, 0
+        out, restarted = [], 0
+        for state, limit in zip(states, limits):
+            held = bool(state.draft_pages)
+            if limit.depth:
+                tokens = state.context_len + 1 + limit.depth
+                if not self.arena.grow(state.draft_pages, tokens, Tenant.DRAFT):
+                    limit = Limit(0, 0)
+                    self.out.refused += 1
+                elif not held:
+                    restarted += state.context_len
+            out.append(limit)
+        return out, restarted
 
     def _launches(
         self, forward: BatchCostModel, sizes: list[int], contexts: list[int], rows: int, chunks: int, chunk_context: int
