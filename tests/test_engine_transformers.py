@@ -51,7 +51,7 @@ def test_packed_rows_and_trees_equal_the_models_own_forward(name: str):
     engine = Engine(model, "none", EngineConfig(page_size=4, num_pages=64))
     rng = torch.Generator().manual_seed(1)
     texts = [torch.randint(0, 96, (n,), generator=rng).tolist() for n in (19, 3, 11)]
-    states = [engine._prepare(Request(text)) for text in texts]
+    states = [state for text in texts for state in engine._prepare(Request(text))]
     for state in states:
         engine.arena.grow(state.pages, 64)
 
@@ -100,7 +100,7 @@ def test_greedy_text_is_the_same_with_drafts(name: str, drafter: str, tmp_path, 
 def test_a_layer_subset_really_skips_layers():
     model = TransformersModel(build("llama"))
     engine = Engine(model, "none", EngineConfig(page_size=4, num_pages=64))
-    state = engine._prepare(Request([1, 2, 3, 4, 5]))
+    (state,) = engine._prepare(Request([1, 2, 3, 4, 5]))
     engine.arena.grow(state.pages, 8)
     batch = pack_step([], [Chunk(state, 5, True)], 4, model.device).batch
     whole = model.forward(batch, engine.cache).clone()
