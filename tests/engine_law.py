@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from scipy.stats import chi2
 
 from python_ref.decoder import ToyTarget, joint_law
@@ -10,6 +12,21 @@ from tests.toy_model import ToyModel
 
 PROMPT = [1, 3, 0, 2]
 LIMIT = 1e-9  # chance that a right engine fails
+
+
+def p_value(law: Mapping[tuple[int, ...], float], seen: Mapping[tuple[int, ...], int]) -> float:
+    """Chi-square p-value of the counts `seen` of texts whose probabilities are `law`."""
+    count = sum(seen.values())
+    pooled = [(0.0, 0)]  # cells of small expectation together
+    terms = []
+    for path, probability in law.items():
+        if probability * count < 5:
+            pooled.append((probability * count, seen[path]))
+        else:
+            terms.append((probability * count, seen[path]))
+    terms.append((sum(e for e, _ in pooled), sum(o for _, o in pooled)))
+    statistic = sum((o - e) ** 2 / e for e, o in terms if e > 0)
+    return float(chi2.sf(statistic, len(terms) - 1))
 
 
 def chi_square_p(
@@ -30,13 +47,4 @@ def chi_square_p(
             if event.result is not None:
                 seen[tuple(event.result.token_ids)] += 1
     assert sum(seen.values()) == count
-    pooled = [(0.0, 0)]  # cells of small expectation together
-    terms = []
-    for path, probability in law.items():
-        if probability * count < 5:
-            pooled.append((probability * count, seen[path]))
-        else:
-            terms.append((probability * count, seen[path]))
-    terms.append((sum(e for e, _ in pooled), sum(o for _, o in pooled)))
-    statistic = sum((o - e) ** 2 / e for e, o in terms if e > 0)
-    return float(chi2.sf(statistic, len(terms) - 1)), engine
+    return p_value(law, seen), engine

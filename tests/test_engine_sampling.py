@@ -6,18 +6,16 @@ import random
 from dataclasses import replace
 
 import pytest
-from scipy.stats import chi2
 
 from python_ref.decoder import ToyTarget, joint_law, plain_greedy
 from specdec_kernels.engine import Engine, EngineConfig, Request
 from specdec_kernels.engine.drafters.draft_model import DraftModelDrafter
 from specdec_kernels.engine.drafters.self_draft import SelfDrafter
+from tests.engine_law import LIMIT, PROMPT, p_value
 from tests.toy_model import OracleDrafter, ToyModel
 
 SMALL = ToyTarget(vocab=5, surprise=3)
-PROMPT = [1, 3, 0, 2]
 CONFIG = EngineConfig(page_size=4, num_pages=256, max_batch=16, max_step_tokens=128, check=True)
-LIMIT = 1e-9  # chance that a right engine fails
 
 
 def drafters(target: ToyTarget) -> dict:
@@ -57,16 +55,7 @@ def chi_square_p(
                 seen[tuple(event.result.token_ids)] += 1
                 assert event.result.num_cached == (3 if warm else 0)
     assert sum(seen.values()) == count
-    pooled = [(0.0, 0)]  # cells of small expectation together
-    terms = []
-    for path, probability in law.items():
-        if probability * count < 5:
-            pooled.append((probability * count, seen[path]))
-        else:
-            terms.append((probability * count, seen[path]))
-    terms.append((sum(e for e, _ in pooled), sum(o for _, o in pooled)))
-    statistic = sum((o - e) ** 2 / e for e, o in terms if e > 0)
-    return float(chi2.sf(statistic, len(terms) - 1)), engine
+    return p_value(law, seen), engine
 
 
 def check_law(name: str, max_batch: int, warm: bool, count: int) -> None:
