@@ -62,12 +62,16 @@ def test_packed_rows_and_trees_equal_the_models_own_forward(name: str):
     # Prefill all but the roots, in two uneven chunks, then one step with a tree, a chain and a finishing prefill.
     for part in (lambda n: n // 2, lambda n: n - 1 - n // 2):
         chunks = [Chunk(s, part(len(s.tokens)), False) for s in states if part(len(s.tokens)) > 0]
-        model.forward(pack_step([], chunks, 4, model.device).batch, engine.cache)
+        model.forward(pack_step([], chunks, 4, model.device, model.vocab_size).batch, engine.cache)
         for chunk in chunks:
             chunk.state.context_len += chunk.num_tokens
     tree = Draft((5, 7, 11, 13, 17), (0, 0, 1, 2, 3))
     packed = pack_step(
-        [(states[0], tree), (states[1], Draft.chain([3, 4]))], [Chunk(states[2], 1, True)], 4, model.device
+        [(states[0], tree), (states[1], Draft.chain([3, 4]))],
+        [Chunk(states[2], 1, True)],
+        4,
+        model.device,
+        model.vocab_size,
     )
     logits = model.forward(packed.batch, engine.cache)
     rows = []
@@ -102,7 +106,7 @@ def test_a_layer_subset_really_skips_layers():
     engine = Engine(model, "none", EngineConfig(page_size=4, num_pages=64))
     (state,) = engine._prepare(Request([1, 2, 3, 4, 5]))
     engine.arena.grow(state.pages, 8)
-    batch = pack_step([], [Chunk(state, 5, True)], 4, model.device).batch
+    batch = pack_step([], [Chunk(state, 5, True)], 4, model.device, model.vocab_size).batch
     whole = model.forward(batch, engine.cache).clone()
     assert not torch.allclose(whole, model.forward(batch, engine.cache, (0, 2)))
     assert torch.equal(whole, model.forward(batch, engine.cache, (0, 1, 2)))
