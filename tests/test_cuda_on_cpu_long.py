@@ -73,7 +73,7 @@ def suite(room: str, backend: str, *options: str, env: dict[str, str] | None = N
 @pytest.mark.parametrize("room", ROOMS)
 def test_room_is_silent_under_asan_and_ubsan(room: str, tmp_path: Path):
     passed, output, stderr = suite(room, "emulated", "--emulated-variant", "asan", env=sanitized(tmp_path))
-    assert passed >= 5, output
+    assert passed >= 2, output  # the batching room has two tests for all backends, the others tens
     assert not reports(tmp_path, stderr), reports(tmp_path, stderr)[:6000]
 
 
@@ -116,4 +116,4 @@ def test_the_same_call_without_a_bug_is_silent(tmp_path: Path):
 @pytest.mark.parametrize("room", ROOMS)
 def test_room_as_sm_90a_code(room: str):
     passed, output, _ = suite(room, "ptx", "--ptx-arch", "90a")
-    assert passed >= 5, output
+    assert passed >= 2, output  # the batching room has two tests for all backends, the others tens
