@@ -18,6 +18,8 @@ DELEGATED = {
     "check-tokenizer": ("advisor.tokenizer_check", "main", "may this draft propose tokens to that target?"),
     "speedup": ("advisor.cli", "speedup_main", "what a chain of drafts gives at these costs"),
     "choose-drafts": ("advisor.cli", "choose_main", "how many drafts at a batch size, from measured costs"),
+    "select": ("advisor.select_cli", "select_main", "measure drafters on your prompts: which, at which batch?"),
+    "advise": ("advisor.select_cli", "advise_main", "what to deploy, from `select --out` and a trace of requests"),
     "serve-metrics": ("advisor.serve", "main", "generate, and serve the counters for Prometheus"),
     "watch": ("advisor.watch", "main", "speculation live in the terminal, from a /metrics address"),
     "monitoring": ("advisor.cli", "monitoring_main", "the alert rules and the Grafana dashboard"),

@@ -107,7 +107,7 @@ def test_the_example_of_watch_runs(endpoint, capsys):
 def test_the_example_of_serve_metrics_runs(monkeypatch, capsys):
     """With the toy model in the real one's place: the example's own words otherwise."""
     monkeypatch.setattr(serve, "load_model", lambda name, dtype=None, device=None: ToyModel())
-    monkeypatch.setattr(serve, "_prompts", lambda path: [[1, 2, 3, 4, 5]])
+    monkeypatch.setattr(serve, "read_prompts", lambda path: [[1, 2, 3, 4, 5]])
     assert __main__.main(example("serve-metrics", capsys)) == 0
     first, last = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert first["url"].startswith("http://127.0.0.1:")

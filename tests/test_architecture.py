@@ -71,7 +71,8 @@ def test_upper_floors_use_public_rooms_only():
         assert "torch.ops.specdec" not in path.read_text(), path  # torch's own ops (oneDNN linears) are free
     for floor in ("advisor", "training", "integrations"):
         for path in tracked(f"specdec_kernels/{floor}/*.py"):
-            assert package_imports(path) <= ROOMS | {"engine", floor}, path
+            assert package_imports(path) <= ROOMS | {"engine", "_console", floor}, path
+    assert package_imports(ROOT / "specdec_kernels/_console.py") == set()  # tables for a terminal, under every floor
 
 
 def test_triton_rooms_share_one_file():

@@ -1,7 +1,6 @@
 """How many drafts to propose at a batch size, from a measured cost table: zero where drafting does not pay.
 
-A pure function; the caller keeps the current choice. `select_draft_model`, which measures the table on real models,
-is not built yet (docs/advisor.md).
+A pure function; the caller keeps the current choice. `select_draft_model` compares drafters (draft_selection.py).
 """
 
 from __future__ import annotations

@@ -61,7 +61,8 @@ def serve_metrics(*engines: Engine, host: str = "127.0.0.1", port: int = 9464) -
     return start_http_server(port, addr=host, registry=registry)[0]
 
 
-def _prompts(path: Path | None) -> list[str]:
+def read_prompts(path: Path | None) -> list[str]:
+    """A prompt a line of a file; None: the demo's three."""
     if path is not None:
         lines = [line for line in path.read_text().splitlines() if line.strip()]
         if not lines:
@@ -94,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    prompts = _prompts(args.prompts)
+    prompts = read_prompts(args.prompts)
     engine = Engine(load_model(args.model, dtype=args.dtype, device=args.device), args.drafter)
     server = serve_metrics(engine, host=args.host, port=args.port)
     url = f"http://{args.host}:{server.server_port}/metrics"
