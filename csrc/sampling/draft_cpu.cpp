@@ -76,10 +76,11 @@ void draw_siblings(const DraftRows& draft, Row row, const RowLaw& law, const Noi
     }
     return;
   }
-  ScanArgs args{law.max, law.rate, 0.0f, 0.0f, key};
+  ScanArgs args{law.max, law.rate, 0.0f, 0.0f, PhiloxKeys(key)};
+  Scanner scan(law);
   for_scan_steps(row, 0, row.size, work, [&](const Span& span) {
     aim(args, law, static_cast<int32_t>(best.size()) == k ? best.back().first : kNegInf);
-    int32_t count = row_kernels().scan(span, args, work.hits);
+    int32_t count = scan(span, args, work);
     for (int32_t h = 0; h < count; h++) offer(work.hits[h].id, work.hits[h].logit, work.hits[h].word, work.hits[h].id);
   });
 }

@@ -48,6 +48,26 @@ inline void aim(ScanArgs& args, const RowLaw& law, double to_beat) {
   args.limit = static_cast<float>(limit < 254.0 ? limit : 254.0) * 8388608.0f;
 }
 
+// Tokens of a span that may win. Where filters leave few, noise is drawn for those alone and not for whole groups; a
+// tile in which they are not few goes on without the list.
+class Scanner {
+ public:
+  explicit Scanner(const RowLaw& law) : filtered_(law.threshold > -__builtin_huge_valf()) {}
+
+  int32_t operator()(const Span& span, const ScanArgs& args, Scratch& work) {
+    if (span.base % kTileLogits == 0) few_ = filtered_;
+    if (!few_) return row_kernels().scan(span, args, work.hits);
+    int32_t listed = row_kernels().gather(span, args.floor, kInfLogit, work.other, work.index);
+    few_ = listed * kFew < span.n;
+    return row_kernels().scan_listed(work.other, work.index, listed, args, work.hits);
+  }
+
+ private:
+  static constexpr int32_t kFew = 6;  // a listed token costs about as much as five of a group
+  const bool filtered_;
+  bool few_ = false;
+};
+
 // `log_weight(id, logit)` may not exceed the row's own (logit - max) * tau; -inf excludes the id. Ids that the filters
 // removed are never offered. Returns -1 where nothing has weight. Ties go to the lowest id.
 template <class LogWeight>
@@ -66,10 +86,11 @@ int32_t pick_token(Row row, const RowLaw& law, const NoiseKey& key, LogWeight&& 
   std::mutex combining;
   over_tiles(row.size, [&](int32_t begin, int32_t end, Scratch& work) {
     Leader best = start;
-    ScanArgs args{law.max, law.rate, 0.0f, 0.0f, key};
+    ScanArgs args{law.max, law.rate, 0.0f, 0.0f, PhiloxKeys(key)};
+    Scanner scan(law);
     for_scan_steps(row, begin, end, work, [&](const Span& span) {
       aim(args, law, best.score);
-      int32_t count = row_kernels().scan(span, args, work.hits);
+      int32_t count = scan(span, args, work);
       for (int32_t h = 0; h < count; h++) offer(best, work.hits[h].id, work.hits[h].logit, work.hits[h].word);
     });
     std::lock_guard<std::mutex> lock(combining);

@@ -251,13 +251,23 @@ struct RowKernelsOf {
     }
   }
 
-  // Three rejections, cheapest first: a group of 64 whose logits are all below the floor draws nothing; a word too
-  // large for its weight never reaches a logarithm: its float bits, linear between powers of two, are compared with the
-  // scaled logit. What is left (a handful a row) is decided in float64 by the caller.
+  // The float bits of a word, linear between powers of two, against its scaled logit.
+  struct Aim {
+    F max, slope, limit;
+    explicit Aim(const ScanArgs& a)
+        : max(V::set(a.max)), slope(V::set(a.rate * 8388608.0f)), limit(V::set(a.limit)) {}
+  };
+  SPECDEC_SIMD uint32_t within(const Aim& aim, typename V::I words, F logits) {
+    return V::words_within(words, V::fma(V::sub(logits, aim.max), aim.slope, aim.limit));
+  }
+
+  // Four rejections, cheapest first: a group of 64 whose logits are all below the floor draws nothing; of the words of
+  // some tokens (one lane of every vector) the smallest is judged with their largest logit; then each word with its own:
+  // one too large for its weight never reaches a logarithm. What is left (a handful a row) is decided in float64 by the
+  // caller.
   static int32_t scan(const Span& s, const ScanArgs& args, Hit* hits) {
-    const F max = V::set(args.max), slope = V::set(args.rate * 8388608.0f), limit = V::set(args.limit);
+    const Aim aim(args);
     const F floor = V::set(args.floor);
-    const PhiloxKeys keys(args.key);
     int32_t count = 0;
     for_groups(s, [&](auto source, int32_t at, int32_t g) {
       using Source = decltype(source);
@@ -267,10 +277,12 @@ struct RowKernelsOf {
       for (int v = 1; v < V::kVectors; v++) best = V::max(best, x[v]);
       if (!V::bits(V::ge(best, floor))) return;
       typename V::I words[V::kVectors];
-      V::philox(static_cast<uint32_t>(s.base + g) >> 2, keys, words);
+      V::philox(static_cast<uint32_t>(s.base + g) >> 2, args.keys, words);
+      typename V::I least = words[0];
+      for (int v = 1; v < V::kVectors; v++) least = V::least(least, words[v]);
+      if (!within(aim, least, best)) return;
       for (int v = 0; v < V::kVectors; v++) {
-        F bound = V::fma(V::sub(x[v], max), slope, limit);
-        for (uint32_t found = V::words_within(words[v], bound); found; found &= found - 1) {
+        for (uint32_t found = within(aim, words[v], x[v]); found; found &= found - 1) {
           int lane = __builtin_ctz(found);
           int32_t j = V::token_of(v, lane);
           float logit = Source::one(source, at + j);
@@ -281,8 +293,22 @@ struct RowKernelsOf {
     return count;
   }
 
+  static int32_t scan_listed(const float* logits, const int32_t* ids, int32_t n, const ScanArgs& args, Hit* hits) {
+    const Aim aim(args);
+    int32_t count = 0;
+    for (int32_t i = 0; i < n; i += V::lanes) {
+      typename V::I words = V::philox_of(ids + i, args.keys);
+      for (uint32_t found = within(aim, words, V::load(logits + i)); found; found &= found - 1) {
+        int lane = __builtin_ctz(found);
+        if (i + lane < n) hits[count++] = Hit{ids[i + lane], V::word_at(words, lane), logits[i + lane]};
+      }
+    }
+    return count;
+  }
+
   static const RowKernels& table() {
-    static const RowKernels kernels = {V::lanes, peek, convert, find, mass, entropy, residual, gather, histogram, scan};
+    static const RowKernels kernels = {V::lanes, peek,   convert,   find, mass,       entropy,
+                                       residual, gather, histogram, scan, scan_listed};
     return kernels;
   }
 };

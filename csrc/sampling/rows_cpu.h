@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "filters.h"
-#include "noise.h"
+#include "philox_keys.h"
 #include "row_source.h"
 
 namespace specdec {
@@ -39,7 +39,7 @@ struct Hit {
 // (logit - max) * rate * 2^23 + limit.
 struct ScanArgs {
   float max, rate, floor, limit;
-  NoiseKey key;
+  PhiloxKeys keys;
 };
 
 // Kernels over spans of a row, or over tiles `x` of n cleaned logits padded with -inf to a multiple of kGroup. Every
@@ -62,6 +62,8 @@ struct RowKernels {
   // hist[distance_bin] += mass, or += 1.
   void (*histogram)(const float* x, int32_t n, const Weights& weights, bool by_mass, float scale, uint64_t* hist);
   int32_t (*scan)(const Span& span, const ScanArgs& args, Hit* hits);
+  // The same for n listed tokens, all at or above the floor. Up to kGroup entries behind the lists are read.
+  int32_t (*scan_listed)(const float* logits, const int32_t* ids, int32_t n, const ScanArgs& args, Hit* hits);
 };
 constexpr double kResidualScale = 1125899906842624.0;  // 2^50
 

@@ -153,36 +153,54 @@ struct Avx2 {
     __m256i above = _mm256_cmpgt_epi32(_mm256_add_epi32(half, _mm256_set1_epi32(1 << 23)), _mm256_cvttps_epi32(limit));
     return ~bits(_mm256_castsi256_ps(above)) & 0xFF;
   }
+  SPECDEC_SIMD I least(I a, I b) { return _mm256_min_epu32(a, b); }
   SPECDEC_SIMD uint32_t word_at(I words, int lane) {
     alignas(32) uint32_t all[8];
     _mm256_store_si256(reinterpret_cast<__m256i*>(all), words);
     return all[lane];
   }
 
-  // Words of tokens 4 * block .. 4 * block + 63: see simd_avx512.h.
-  SPECDEC_SIMD void philox(uint32_t block, const PhiloxKeys& keys, I (&words)[kVectors]) {
+  // State words of 4 blocks: see simd_avx512.h.
+  SPECDEC_SIMD void philox_blocks(__m256i block, const PhiloxKeys& keys, __m256i (&c)[4]) {
     const __m256i m0 = _mm256_set1_epi64x(0xD2511F53), m1 = _mm256_set1_epi64x(0xCD9E8D57);
-    for (int h = 0; h < 4; h++) {
-      __m256i token =
-          _mm256_add_epi64(_mm256_set1_epi64x(static_cast<int64_t>(block) + 4 * h), _mm256_setr_epi64x(0, 2, 1, 3));
-      __m256i p0 = _mm256_mul_epu32(token, m0);
-      __m256i c2 = _mm256_xor_si256(_mm256_srli_epi64(p0, 32), _mm256_set1_epi64x(static_cast<int64_t>(keys.first2)));
-      __m256i p1 = _mm256_mul_epu32(c2, m1);
-      __m256i c0 = _mm256_xor_si256(_mm256_srli_epi64(p1, 32), _mm256_set1_epi64x(static_cast<int64_t>(keys.second0)));
-      c2 = _mm256_xor_si256(p0, _mm256_set1_epi64x(static_cast<int64_t>(keys.second2)));
-      __m256i c1 = p1, c3 = _mm256_set1_epi64x(static_cast<int64_t>(keys.second3));
-      for (int round = 2; round < 10; round++) {
-        p0 = _mm256_mul_epu32(c0, m0), p1 = _mm256_mul_epu32(c2, m1);
-        c0 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p1, 32), c1),
-                              _mm256_set1_epi64x(static_cast<int64_t>(keys.round[2 * round])));
-        c2 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p0, 32), c3),
-                              _mm256_set1_epi64x(static_cast<int64_t>(keys.round[2 * round + 1])));
-        c1 = p1;
-        c3 = p0;
-      }
-      words[2 * h] = _mm256_blend_epi32(c0, _mm256_slli_epi64(c1, 32), 0xAA);
-      words[2 * h + 1] = _mm256_blend_epi32(c2, _mm256_slli_epi64(c3, 32), 0xAA);
+    auto all = [](uint32_t word) { return _mm256_set1_epi32(static_cast<int>(word)); };
+    __m256i p0 = _mm256_mul_epu32(block, m0);
+    c[2] = _mm256_xor_si256(_mm256_srli_epi64(p0, 32), all(keys.first2));
+    __m256i p1 = _mm256_mul_epu32(c[2], m1);
+    c[0] = _mm256_xor_si256(_mm256_srli_epi64(p1, 32), all(keys.second0));
+    c[2] = _mm256_xor_si256(p0, all(keys.second2));
+    c[1] = p1;
+    c[3] = all(keys.second3);
+    for (int round = 2; round < 10; round++) {
+      p0 = _mm256_mul_epu32(c[0], m0), p1 = _mm256_mul_epu32(c[2], m1);
+      c[0] = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p1, 32), c[1]), all(keys.round[2 * round]));
+      c[2] = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p0, 32), c[3]), all(keys.round[2 * round + 1]));
+      c[1] = p1;
+      c[3] = p0;
     }
+  }
+  // Words of tokens 4 * block .. 4 * block + 63.
+  SPECDEC_SIMD void philox(uint32_t block, const PhiloxKeys& keys, I (&words)[kVectors]) {
+    for (int h = 0; h < 4; h++) {
+      __m256i c[4];
+      philox_blocks(
+          _mm256_add_epi64(_mm256_set1_epi64x(static_cast<int64_t>(block) + 4 * h), _mm256_setr_epi64x(0, 2, 1, 3)),
+          keys, c);
+      words[2 * h] = _mm256_blend_epi32(c[0], _mm256_slli_epi64(c[1], 32), 0xAA);
+      words[2 * h + 1] = _mm256_blend_epi32(c[2], _mm256_slli_epi64(c[3], 32), 0xAA);
+    }
+  }
+  // Words of 8 tokens anywhere.
+  SPECDEC_SIMD I philox_of(const int32_t* ids, const PhiloxKeys& keys) {
+    alignas(32) uint64_t state[4][4];
+    alignas(32) uint32_t words[8];
+    for (int h = 0; h < 8; h += 4) {
+      __m256i c[4], id = _mm256_cvtepu32_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(ids + h)));
+      philox_blocks(_mm256_srli_epi64(id, 2), keys, c);
+      for (int w = 0; w < 4; w++) _mm256_store_si256(reinterpret_cast<__m256i*>(state[w]), c[w]);
+      for (int i = 0; i < 4; i++) words[h + i] = static_cast<uint32_t>(state[ids[h + i] & 3][i]);
+    }
+    return _mm256_load_si256(reinterpret_cast<const __m256i*>(words));
   }
 };
 

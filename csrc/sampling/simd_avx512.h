@@ -108,29 +108,21 @@ struct Avx512 {
   }
   SPECDEC_SIMD void store_truncated(int32_t* p, F a) { _mm512_storeu_si512(p, _mm512_cvttps_epi32(a)); }
 
-  // ---- a group of 64 tokens in the order in which Philox yields their words: vector 2 h has tokens 32 h + 4 j and the
-  // one behind it in lanes 2 j and 2 j + 1, vector 2 h + 1 the two tokens that follow.
+  // ---- a group of 64 tokens in the order in which Philox yields their words: vectors 2 h and 2 h + 1 have the tokens
+  // at even and at odd places of the 32 behind 32 h (words 0 and 2, words 1 and 3 of a block).
   using I = __m512i;
   static constexpr int kVectors = 4;
-  SPECDEC_SIMD int32_t token_of(int vector, int lane) {
-    return 32 * (vector >> 1) + 4 * (lane >> 1) + 2 * (vector & 1) + (lane & 1);
-  }
+  SPECDEC_SIMD int32_t token_of(int vector, int lane) { return 32 * (vector >> 1) + 2 * lane + (vector & 1); }
   SPECDEC_SIMD void group_bfloat16(const uint16_t* p, F (&x)[kVectors]) {
-    const __m512i first = _mm512_set4_epi32(0x0B0A8080, 0x09088080, 0x03028080, 0x01008080);
-    const __m512i second = _mm512_set4_epi32(0x0F0E8080, 0x0D0C8080, 0x07068080, 0x05048080);
-    for (int h = 0; h < 2; h++) {
-      __m512i bits = _mm512_loadu_si512(p + 32 * h);
-      x[2 * h] = _mm512_castsi512_ps(_mm512_shuffle_epi8(bits, first));
-      x[2 * h + 1] = _mm512_castsi512_ps(_mm512_shuffle_epi8(bits, second));
-    }
+    for (int h = 0; h < 2; h++) load_bfloat16_pairs(p + 32 * h, x[2 * h], x[2 * h + 1]);
   }
   SPECDEC_SIMD void group_of(F (&x)[kVectors]) {  // from token order
-    const __m512i first = _mm512_setr_epi64(0, 2, 4, 6, 8, 10, 12, 14);
-    const __m512i second = _mm512_setr_epi64(1, 3, 5, 7, 9, 11, 13, 15);
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
     for (int h = 0; h < 2; h++) {
-      __m512d a = _mm512_castps_pd(x[2 * h]), b = _mm512_castps_pd(x[2 * h + 1]);
-      x[2 * h] = _mm512_castpd_ps(_mm512_permutex2var_pd(a, first, b));
-      x[2 * h + 1] = _mm512_castpd_ps(_mm512_permutex2var_pd(a, second, b));
+      F a = x[2 * h], b = x[2 * h + 1];
+      x[2 * h] = _mm512_permutex2var_ps(a, even, b);
+      x[2 * h + 1] = _mm512_permutex2var_ps(a, odd, b);
     }
   }
   // Lanes whose word, as float bits (a lower bound of its logarithm), is at most `limit`.
@@ -138,45 +130,72 @@ struct Avx512 {
     __m512 w = _mm512_cvt_roundepu32_ps(words, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
     return _mm512_cmple_epi32_mask(_mm512_castps_si512(w), _mm512_cvttps_epi32(limit));
   }
+  SPECDEC_SIMD I least(I a, I b) { return _mm512_min_epu32(a, b); }
   SPECDEC_SIMD uint32_t word_at(I words, int lane) {
     alignas(64) uint32_t all[16];
     _mm512_store_si512(all, words);
     return all[lane];
   }
 
-  // Words of tokens 4 * block .. 4 * block + 63. A 64-bit lane holds a 32-bit state word in its low half; the high
-  // half is never read (a product takes the low halves), so a round is 2 products, 2 shifts and 2 three-way xors. Of
-  // the counter only the block differs between lanes: half of the first two rounds is the same for all of them.
-  SPECDEC_SIMD void philox(uint32_t block, const PhiloxKeys& keys, I (&words)[kVectors]) {
+  // State words of 2 x 8 blocks. A 64-bit lane holds a 32-bit word in its low half; the high half is never read (a
+  // product takes the low halves), so a round is 2 products, 2 shifts and 2 three-way xors. Of the counter only the
+  // block differs between lanes: half of the first two rounds is the same for all of them.
+  struct Words {
+    __m512i w[4][2];
+  };
+  SPECDEC_SIMD Words philox_blocks(const __m512i (&block)[2], const PhiloxKeys& keys) {
     const __m512i m0 = _mm512_set1_epi64(0xD2511F53), m1 = _mm512_set1_epi64(0xCD9E8D57);
+    auto all = [](uint32_t word) { return _mm512_set1_epi32(static_cast<int>(word)); };
     __m512i c0[2], c1[2], c2[2], c3[2];
     for (int h = 0; h < 2; h++) {
-      __m512i token = _mm512_add_epi64(_mm512_set1_epi64(static_cast<int64_t>(block) + 8 * h),
-                                       _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7));
-      __m512i p0 = _mm512_mul_epu32(token, m0);  // round 1
-      c2[h] = _mm512_xor_si512(_mm512_srli_epi64(p0, 32), _mm512_set1_epi64(static_cast<int64_t>(keys.first2)));
+      __m512i p0 = _mm512_mul_epu32(block[h], m0);  // round 1
+      c2[h] = _mm512_xor_si512(_mm512_srli_epi64(p0, 32), all(keys.first2));
       __m512i p1 = _mm512_mul_epu32(c2[h], m1);  // round 2
-      c0[h] = _mm512_xor_si512(_mm512_srli_epi64(p1, 32), _mm512_set1_epi64(static_cast<int64_t>(keys.second0)));
-      c2[h] = _mm512_xor_si512(p0, _mm512_set1_epi64(static_cast<int64_t>(keys.second2)));
+      c0[h] = _mm512_xor_si512(_mm512_srli_epi64(p1, 32), all(keys.second0));
+      c2[h] = _mm512_xor_si512(p0, all(keys.second2));
       c1[h] = p1;
-      c3[h] = _mm512_set1_epi64(static_cast<int64_t>(keys.second3));
+      c3[h] = all(keys.second3);
     }
     for (int round = 2; round < 10; round++) {
-      const __m512i k0 = _mm512_set1_epi64(static_cast<int64_t>(keys.round[2 * round])),
-                    k1 = _mm512_set1_epi64(static_cast<int64_t>(keys.round[2 * round + 1]));
+      const __m512i k0 = all(keys.round[2 * round]), k1 = all(keys.round[2 * round + 1]);
       for (int h = 0; h < 2; h++) {
         __m512i p0 = _mm512_mul_epu32(c0[h], m0), p1 = _mm512_mul_epu32(c2[h], m1);
-        c0[h] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p1, 32), c1[h], k0, 0x96);
-        c2[h] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p0, 32), c3[h], k1, 0x96);
+        c0[h] = _mm512_ternarylogic_epi32(_mm512_srli_epi64(p1, 32), c1[h], k0, 0x96);
+        c2[h] = _mm512_ternarylogic_epi32(_mm512_srli_epi64(p0, 32), c3[h], k1, 0x96);
         c1[h] = p1;
         c3[h] = p0;
       }
     }
+    return {{{c0[0], c0[1]}, {c1[0], c1[1]}, {c2[0], c2[1]}, {c3[0], c3[1]}}};
+  }
+  // Words of tokens 4 * block .. 4 * block + 63.
+  SPECDEC_SIMD void philox(uint32_t block, const PhiloxKeys& keys, I (&words)[kVectors]) {
+    const __m512i lane = _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m512i first = _mm512_add_epi64(_mm512_set1_epi64(block), lane);
+    const Words c = philox_blocks({first, _mm512_add_epi64(first, _mm512_set1_epi64(8))}, keys);
     const __mmask16 high = 0xAAAA;
     for (int h = 0; h < 2; h++) {
-      words[2 * h] = _mm512_mask_shuffle_epi32(c0[h], high, c1[h], _MM_PERM_CCAA);
-      words[2 * h + 1] = _mm512_mask_shuffle_epi32(c2[h], high, c3[h], _MM_PERM_CCAA);
+      words[2 * h] = _mm512_mask_shuffle_epi32(c.w[0][h], high, c.w[2][h], _MM_PERM_CCAA);
+      words[2 * h + 1] = _mm512_mask_shuffle_epi32(c.w[1][h], high, c.w[3][h], _MM_PERM_CCAA);
     }
+  }
+  // Words of 16 tokens anywhere.
+  SPECDEC_SIMD I philox_of(const int32_t* ids, const PhiloxKeys& keys) {
+    __m512i id[2], block[2];
+    for (int h = 0; h < 2; h++) {
+      id[h] = _mm512_cvtepu32_epi64(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(ids + 8 * h)));
+      block[h] = _mm512_srli_epi64(id[h], 2);
+    }
+    const Words c = philox_blocks(block, keys);
+    __m256i word[2];
+    for (int h = 0; h < 2; h++) {
+      __mmask8 odd = _mm512_test_epi64_mask(id[h], _mm512_set1_epi64(1));
+      __mmask8 upper = _mm512_test_epi64_mask(id[h], _mm512_set1_epi64(2));
+      __m512i low = _mm512_mask_mov_epi64(c.w[0][h], odd, c.w[1][h]);
+      word[h] = _mm512_cvtepi64_epi32(
+          _mm512_mask_mov_epi64(low, upper, _mm512_mask_mov_epi64(c.w[2][h], odd, c.w[3][h])));
+    }
+    return _mm512_inserti64x4(_mm512_castsi256_si512(word[0]), word[1], 1);
   }
 };
 

@@ -73,15 +73,22 @@ struct Scalar {
   SPECDEC_SIMD uint32_t words_within(I word, F limit) {
     return limit >= 0.0f && float_bits(static_cast<float>(word >> 8)) + (8u << 23) <= static_cast<uint32_t>(limit);
   }
+  SPECDEC_SIMD I least(I a, I b) { return a < b ? a : b; }
   SPECDEC_SIMD uint32_t word_at(I word, int) { return word; }
 
+  SPECDEC_SIMD Philox philox_block(uint32_t block, const PhiloxKeys& keys) {
+    return philox4x32_10(block, keys.counter[0], keys.counter[1], keys.counter[2], keys.round[0], keys.round[1]);
+  }
   // Words of tokens 4 * block .. 4 * block + 63.
   SPECDEC_SIMD void philox(uint32_t block, const PhiloxKeys& keys, I (&words)[kVectors]) {
     for (uint32_t j = 0; j < 16; j++) {
-      Philox out =
-          philox4x32_10(block + j, keys.counter[0], keys.counter[1], keys.counter[2], keys.round[0], keys.round[1]);
+      Philox out = philox_block(block + j, keys);
       for (int w = 0; w < 4; w++) words[4 * j + w] = out.word[w];
     }
+  }
+  SPECDEC_SIMD I philox_of(const int32_t* ids, const PhiloxKeys& keys) {
+    uint32_t id = static_cast<uint32_t>(*ids);
+    return philox_block(id >> 2, keys).word[id & 3];
   }
 };
 
