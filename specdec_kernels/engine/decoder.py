@@ -13,7 +13,7 @@ from specdec_kernels.engine.batch import HiddenStates, TargetModel
 from specdec_kernels.engine.config import EngineConfig
 from specdec_kernels.engine.drafters import Draft, DraftContext, Drafter, DrafterTable, Limit
 from specdec_kernels.engine.drafters.laws import draft_laws
-from specdec_kernels.engine.edits import step_edits
+from specdec_kernels.engine.edits import process_rows, step_edits
 from specdec_kernels.engine.graphs import GraphedForward
 from specdec_kernels.engine.life import prepare, take
 from specdec_kernels.engine.memory import Memory
@@ -256,6 +256,7 @@ class Engine:
             method = "target_only"
         else:
             method, laws = "rejection", draft_laws(packed.drafts, self.model.vocab_size, self.model.device)
+        logits = process_rows(packed.states, packed.drafts, logits)
         asked = {state.request.logprobs for state in packed.states} - {None}
         return verify(
             logits,

@@ -161,6 +161,26 @@ class RowEdits:
         return found
 
 
+def process_rows(states: Sequence[RequestState], drafts: Sequence[Draft], logits: torch.Tensor) -> torch.Tensor:
+    """`logits` [N, V or more] after the requests' own processors, every node with the text of its path; float32 if
+    there is one. A node below an id outside the vocabulary is left alone: it is never accepted."""
+    if all(state.request.logits_processor is None for state in states):
+        return logits
+    logits, start = logits.to(torch.float32, copy=True), 0
+    for state, draft in zip(states, drafts):
+        processor = state.request.logits_processor
+        if processor is not None:
+            texts: list[list[int] | None] = [state.tokens]
+            for token, parent in zip(draft.token_ids, draft.parents):
+                above = texts[parent]
+                texts.append(None if above is None or not 0 <= token < logits.shape[1] else [*above, token])
+            for row, text in enumerate(texts, start):
+                if text is not None:
+                    logits[row] = processor(text, logits[row])
+        start += len(draft) + 1
+    return logits
+
+
 def step_edits(
     states: Sequence[RequestState], drafts: Sequence[Draft], logits: torch.Tensor, vocab_size: int
 ) -> dict[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

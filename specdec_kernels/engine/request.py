@@ -11,6 +11,8 @@ from specdec_kernels.engine.metrics import SpecCounters
 from specdec_kernels.engine.tokens import TextStream
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from specdec_kernels.engine.edits import Grammar, RowEdits
     from specdec_kernels.engine.prefix_cache import Cursor
 
@@ -29,7 +31,8 @@ class Request:
     `repetition_penalty` r (positive logits of tokens in prompt or output are divided by r, others multiplied);
     `frequency_penalty` times a token's count in the output, and `presence_penalty` if it is there, subtracted. Counts
     are those at the token's own position: drafts accepted earlier in the same step count. `grammar` makes a matcher
-    (see `Grammar`) that says which tokens may come next.
+    (see `Grammar`) that says which tokens may come next. `logits_processor(token ids of the text so far, float32 [V])`
+    returns the row to go on with, before all of these; it is called for every node, so it must depend on nothing else.
 
     Ends: `stop_token_ids` end the text like the model's own end tokens (`ignore_eos` disregards the latter), `stop`
     strings end it before their first character. Neither ends it before `min_tokens` tokens: until then end tokens are
@@ -61,6 +64,7 @@ class Request:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     grammar: Callable[[], Grammar] | None = None
+    logits_processor: Callable[[list[int], Tensor], Tensor] | None = None
     cache_salt: str = ""
 
     @property
@@ -85,6 +89,7 @@ class Request:
             ("repetition_penalty", 0 < self.repetition_penalty < 1e4, "a number > 0"),
             ("presence_penalty", abs(self.presence_penalty) < 1e4, "a finite number"),
             ("frequency_penalty", abs(self.frequency_penalty) < 1e4, "a finite number"),
+            ("logits_processor", self.logits_processor is None or callable(self.logits_processor), "a function"),
             ("grammar", self.grammar is None or callable(self.grammar), "a function that makes a matcher"),
         ):
             if not condition:

@@ -1,0 +1,259 @@
+"""`generate(custom_generate=specdec_generate(...))` against transformers' own loop."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+import torch
+
+from specdec_kernels.engine import Draft
+from specdec_kernels.integrations.transformers import _filters, specdec_generate
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB = 97
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=256,
+        eos_token_id=96, pad_token_id=95, bos_token_id=1,
+    )  # fmt: skip
+    module = transformers.LlamaForCausalLM(config).eval()
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(4.0)
+    return module
+
+
+def prompts(count: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ragged prompts with a repeated part, padded on the left: (input_ids, attention_mask)."""
+    rng = torch.Generator().manual_seed(seed)
+    texts = [
+        torch.randint(2, 90, (int(n),), generator=rng).repeat(3) for n in torch.randint(2, 8, (count,), generator=rng)
+    ]
+    width = max(map(len, texts))
+    ids = torch.full((count, width), 95)
+    for row, text in enumerate(texts):
+        ids[row, width - len(text) :] = text
+    return ids, (ids != 95).long()
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "self"])
+def test_greedy_ragged_batches_give_the_same_ids(model, drafter, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ids, mask = prompts(20)
+    before = (model.config._attn_implementation, [p.requires_grad for p in model.parameters()])
+    for first in range(0, 20, 4):
+        part = {"input_ids": ids[first : first + 4], "attention_mask": mask[first : first + 4], "max_new_tokens": 24}
+        theirs = model.generate(**part, do_sample=False)
+        ours = model.generate(**part, do_sample=False, custom_generate=specdec_generate(drafter))
+        assert torch.equal(ours, theirs)
+    assert (model.config._attn_implementation, [p.requires_grad for p in model.parameters()]) == before
+    assert torch.equal(model.generate(**part, do_sample=False), theirs)  # its own loop still works
+
+
+class Wrong:
+    """Drafts that are right for a step, then wrong: both ends of a step are exercised."""
+
+    name = "wrong"
+
+    def propose(self, states, limits, context):
+        return [Draft((s.tokens[-1], (s.tokens[-1] + 1) % VOCAB), (0, 0)) if m.nodes >= 2 else Draft() for s, m in zip(states, limits)]  # fmt: skip  # noqa: E501
+
+
+PROCESSORS = {
+    "repetition": {"repetition_penalty": 1.7},
+    "repetition and more": {"repetition_penalty": 1.7, "no_repeat_ngram_size": 3},
+    "ngrams": {"no_repeat_ngram_size": 2},
+    "bad words": {"bad_words_ids": [[49], [41, 65]]},
+    "least length": {"min_new_tokens": 20, "eos_token_id": list(range(40, 97))},
+    "forced end": {"forced_eos_token_id": 96, "max_new_tokens": 6},
+    "suppressed": {"suppress_tokens": list(range(2, 60))},
+}
+
+
+@pytest.mark.parametrize("name", list(PROCESSORS))
+@pytest.mark.parametrize("drafter", ["ngram", "wrong"])
+def test_processors_see_every_nodes_own_text(model, name, drafter):
+    ids, mask = prompts(4, seed=3)
+    options = {"max_new_tokens": 24, "do_sample": False} | PROCESSORS[name]
+    row = {"input_ids": ids[:1, mask[0].argmax() :]}
+    for part in ({"input_ids": ids, "attention_mask": mask}, row):  # padding counts as text in theirs
+        theirs = model.generate(**part, **options)
+        chosen = Wrong() if drafter == "wrong" else drafter
+        ours = model.generate(**part, **options, custom_generate=specdec_generate(chosen))
+        assert torch.equal(ours, theirs)
+    plain = model.generate(**row, max_new_tokens=24, do_sample=False)
+    assert plain.shape != theirs.shape or not torch.equal(plain, theirs), "the option changes nothing here"
+
+
+def test_own_processors_and_criteria_are_honoured(model):
+    """A processor that depends on the whole text, and a criterion on its last two tokens."""
+
+    class Sum(transformers.LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            scores = scores.clone()
+            scores[:, int(input_ids.sum()) % 90] += 30.0
+            return scores
+
+    class Pair(transformers.StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return (input_ids[:, -2:].sum(-1) % 3) == 0
+
+    ids, mask = prompts(1, seed=5)
+    options = {
+        "input_ids": ids, "attention_mask": mask, "do_sample": False, "max_new_tokens": 30,
+        "logits_processor": transformers.LogitsProcessorList([Sum()]),
+    }  # fmt: skip
+    for criteria in (None, transformers.StoppingCriteriaList([Pair()])):
+        theirs = model.generate(**options, stopping_criteria=criteria)
+        ours = model.generate(**options, stopping_criteria=criteria, custom_generate=specdec_generate(Wrong()))
+        assert torch.equal(ours, theirs)
+    assert ours.shape[1] < ids.shape[1] + 30
+
+
+SAMPLED = {
+    "filters": {"temperature": 0.7, "top_k": 12, "top_p": 0.9},
+    "min-p behind top-p": {"temperature": 1.3, "top_p": 0.95, "min_p": 0.05},
+    "typical": {"temperature": 1.0, "typical_p": 0.8, "top_k": 0},
+}
+
+
+@pytest.mark.parametrize("name", list(SAMPLED))
+@pytest.mark.timeout(600)
+def test_the_sampled_law_of_two_tokens(model, name):
+    """Chi-square of the second and third token, jointly, against the product of transformers' own processed laws."""
+    import numpy as np
+
+    from specdec_kernels.integrations import transformers as ours
+
+    ids = torch.tensor([[7, 8, 9, 7, 8]])
+    options = {"do_sample": True, "max_new_tokens": 2, **SAMPLED[name]}
+    processors = model._get_logits_processor(
+        model._prepare_generation_config(None, **options)[0], input_ids_seq_length=5, device="cpu", model_kwargs={}
+    )
+    assert (ours._filters(list(processors)) is None) == (name != "filters")
+
+    def law(text):
+        with torch.inference_mode():
+            row = model(torch.tensor([text])).logits[:, -1].float()
+        return processors(torch.tensor([text]), row).softmax(-1)[0].double().numpy()
+
+    first = law(ids[0].tolist())
+    expected = collections.Counter()
+    for a in np.flatnonzero(first):
+        second = law([*ids[0].tolist(), int(a)])
+        for b in np.flatnonzero(second):
+            expected[int(a), int(b)] = first[a] * second[b]
+    torch.manual_seed(11)
+    count = 3000
+    seen: collections.Counter = collections.Counter()
+    rows = ids.repeat(250, 1)
+    for _ in range(count // 250):
+        out = model.generate(rows, **options, custom_generate=specdec_generate("ngram"))
+        seen.update(tuple(pair) for pair in out[:, 5:].tolist())
+    assert chi_square(seen, expected, count) > 1e-9
+    assert set(seen) <= set(expected)
+    sharper = {pair: p**2 for pair, p in expected.items()}
+    control = {pair: p / sum(sharper.values()) for pair, p in sharper.items()}
+    assert chi_square(seen, control, count) < 1e-9  # another law is told apart
+
+
+def chi_square(seen, expected, count: int) -> float:
+    """p-value over cells of at least 5 expected, the others together."""
+    from scipy.stats import chi2
+
+    large = {cell: p for cell, p in expected.items() if p * count >= 5}
+    rest = max(1 - sum(large.values()), 0.0)
+    statistic = sum((seen[cell] - p * count) ** 2 / (p * count) for cell, p in large.items())
+    others = count - sum(seen[cell] for cell in large)
+    if rest * count >= 5:
+        statistic += (others - rest * count) ** 2 / (rest * count)
+    return float(chi2.sf(statistic, len(large) + (rest * count >= 5) - 1))
+
+
+def test_torchs_seed_reproduces_a_run(model):
+    ids, mask = prompts(3)
+    options = {"input_ids": ids, "attention_mask": mask, "do_sample": True, "max_new_tokens": 12, "top_k": 0}
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append(model.generate(**options, custom_generate=specdec_generate("ngram")))
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+    several = model.generate(**options, num_return_sequences=2, custom_generate=specdec_generate("ngram"))
+    assert len(several) == 6
+    assert not torch.equal(several[0], several[1])
+
+
+def test_the_streamer_gets_what_is_returned(model):
+    class Kept(transformers.generation.streamers.BaseStreamer):
+        def __init__(self):
+            self.tokens, self.ended = [], False
+
+        def put(self, value):
+            self.tokens += value.reshape(-1).tolist()
+
+        def end(self):
+            self.ended = True
+
+    ids, mask = prompts(1)
+    kept = Kept()
+    out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=9, return_dict_in_generate=True,
+                         custom_generate=specdec_generate("ngram", streamer=kept))  # fmt: skip
+    assert out.sequences[0, ids.shape[1] :].tolist() == kept.tokens
+    assert kept.ended
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_beams": 2}, NotImplementedError, "num_beams=2"),
+        ({"return_dict_in_generate": True, "output_scores": True}, NotImplementedError, "output_scores"),
+        ({"prefix_allowed_tokens_fn": lambda row, ids: [3]}, NotImplementedError, "prefix_allowed_tokens_fn"),
+    ],
+)
+def test_what_is_not_there_is_named(model, options, error, message):
+    ids, mask = prompts(2)
+    with pytest.raises(error, match=f"specdec_generate: .*{message}"):
+        model.generate(ids, attention_mask=mask, max_new_tokens=4, custom_generate=specdec_generate(), **options)
+    theirs = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+    assert torch.equal(theirs, model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False,
+                                              custom_generate=specdec_generate()))  # fmt: skip
+
+
+def test_bad_calls_are_named(model):
+    ids, mask = prompts(2)
+    with pytest.raises(ValueError, match="streamer: expected a batch of 1, got 2"):
+        model.generate(ids, attention_mask=mask, custom_generate=specdec_generate(streamer=object()))
+    with pytest.raises(ValueError, match="expected a token in every row, got none in row 1"):
+        model.generate(ids, attention_mask=torch.tensor([[1] * ids.shape[1], [0] * ids.shape[1]]),
+                       custom_generate=specdec_generate())  # fmt: skip
+    model.train()
+    try:
+        with pytest.raises(ValueError, match=r"expected model.eval\(\)"):
+            model.generate(ids, attention_mask=mask, custom_generate=specdec_generate())
+    finally:
+        model.eval()
+
+
+def test_known_filters_are_ours_and_others_are_called():
+    warp = [
+        transformers.TemperatureLogitsWarper(0.5),
+        transformers.TopKLogitsWarper(3),
+        transformers.TopPLogitsWarper(0.9),
+    ]
+    assert _filters(warp) == {"temperature": 0.5, "top_k": 3, "top_p": 0.9}
+    assert _filters(warp[::-1]) is None  # another order is another law
+    assert _filters([*warp, transformers.MinPLogitsWarper(0.1)]) is None
+    assert _filters([transformers.TopKLogitsWarper(3, min_tokens_to_keep=2)]) is None
+    assert _filters([]) == {}
+    counts = transformers.RepetitionPenaltyLogitsProcessor
+    assert _filters([counts(1.5, torch.tensor([3]))], padding=3) == {"repetition_penalty": 1.5}
+    assert _filters([counts(1.5)], padding=3) is None
+    assert _filters([counts(1.5, 2)]) is None
