@@ -10,6 +10,7 @@ import shlex
 import numpy as np
 import pytest
 
+from benchmarks import bench_advisor
 from specdec_kernels import __main__
 from specdec_kernels.advisor import draft_selection, select_cli
 from specdec_kernels.advisor.acceptance import Interval
@@ -260,3 +261,12 @@ def test_wrong_input_gives_one_line_and_exit_code_2(arguments, message, folder, 
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"{arguments[0]}: ")
     assert message in error
+
+
+def test_the_benchmark_compares_choice_and_best():
+    rows = bench_advisor.rows_of(selection(), {"eagle3/24": [1.1, 1.0, 1.2], "ngram": [1.3, 1.2, 1.25]}, 4)
+    assert [row["predicted_over_measured"] for row in rows] == [pytest.approx(1.5 / 1.1, abs=1e-3), 0.88]
+    assert {(row["chosen"], row["best"]) for row in rows} == {("eagle3/24", "ngram")}
+    assert rows[0]["chosen_over_best"] == pytest.approx(1.1 / 1.25, abs=1e-3)
+    plain = bench_advisor.rows_of(selection(), {"eagle3/24": [0.7], "ngram": [0.9]}, 16)
+    assert {(row["chosen"], row["best"], row["chosen_over_best"]) for row in plain} == {("ngram", "none", 0.9)}
