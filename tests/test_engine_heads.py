@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from python_ref.decoder import ToyTarget, plain_greedy
 from specdec_kernels.engine import Draft, Engine, EngineConfig, Request
+from specdec_kernels.engine.drafters import Limit
 from specdec_kernels.engine.drafters.draft_model_tree import DraftModelTreeDrafter
 from specdec_kernels.engine.drafters.eagle import EagleDrafter
+from specdec_kernels.engine.drafters.grow import Shape, grow_trees
 from specdec_kernels.engine.drafters.medusa import MedusaDrafter
 from specdec_kernels.training.rollout import rollout
 from tests.engine_law import LIMIT, chi_square_p
@@ -266,6 +269,36 @@ def test_a_head_that_raises_or_gives_nan_is_survived():
             assert all(r.finish_reason == "length" for r in results)
             if temperature == 0.0:
                 assert [r.token_ids for r in results] == [plain_greedy(TARGET, p, 12) for p in PROMPTS]
+
+
+def test_every_draw_of_a_tree_has_noise_of_its_own():
+    """Equal laws everywhere, yet branches, depths and steps draw differently: shared noise would bias the text."""
+    model = ToyModel(TARGET)
+    request = Request([1], temperature=1.0)
+    states = [SimpleNamespace(request=request, seed=s % 4, num_output=s // 4, num_steps=0) for s in range(8)]
+    paths = [(0,), (1,), (2,), *((i, j) for i in range(3) for j in range(3))]
+    medusa = MedusaDrafter(random_head("medusa", model), paths=paths)
+    medusa.attach(model)
+    limits = [Limit(12, 2)] * 8
+    grown = grow_trees(
+        torch.zeros(8, 32), lambda level: torch.zeros(level.token_ids.numel(), 32), states, limits, Shape(3, 2, 12),
+        sampled=True, vocab_size=32,
+    )  # fmt: skip
+    drawn = medusa._draw(states, [medusa._shape(limit) for limit in limits], torch.zeros(8, 3, 32))
+    for drafts in (grown, drawn):
+        firsts, later = [], 0
+        for draft in drafts:
+            children: dict[int, list[int]] = {}
+            for token, parent in zip(draft.token_ids, draft.parents):
+                children.setdefault(parent, []).append(token)
+            assert all(len(set(tokens)) == len(tokens) for tokens in children.values())
+            firsts.append(tuple(children[0]))
+            branches = [tuple(tokens) for parent, tokens in children.items() if parent > 0]
+            assert len(branches) == 3
+            assert len({branch[:1] for branch in branches}) > 1
+            later += tuple(children[0]) in branches
+        assert len(set(firsts)) == 8  # four seeds, each at two output positions
+        assert later == 0
 
 
 def test_wrong_targets_are_named_before_anything_runs():
