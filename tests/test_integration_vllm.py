@@ -249,18 +249,21 @@ def vllm():
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, vllm):
     """A random Llama whose greedy text repeats itself, so that n-gram drafts are accepted."""
+    return save_llama(tmp_path_factory.mktemp("llama"), num_layers=2)
+
+
+def save_llama(folder, num_layers):
     import transformers
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=num_layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=512, tie_word_embeddings=False,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.mul_(4.0)
-    folder = tmp_path_factory.mktemp("llama")
     model.save_pretrained(folder)
     return folder
 
@@ -349,3 +352,26 @@ def test_served_sampled_law_of_the_third_token(vllm, checkpoint, tmp_path):
             flat = (row > -torch.inf).double()
             told += chi_square(seen, flat / flat.sum()) < 1e-9
     assert told  # control: a flat law is told apart
+
+
+@pytest.mark.timeout(600)
+def test_a_head_that_we_export_serves(vllm, tmp_path):
+    """vLLM loads the EAGLE-3 format that `save_head` writes; its greedy text is that without speculation."""
+    from specdec_kernels.engine.head_files import save_head
+    from specdec_kernels.engine.heads import HeadConfig, make_head
+
+    target = save_llama(tmp_path / "target", num_layers=8)
+    torch.manual_seed(1)
+    config = HeadConfig(
+        "eagle3", 128, 256, 64, (2, 4, 5), num_q_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=256,
+        max_positions=512,
+    )  # fmt: skip
+    head = make_head(config, torch.arange(64, dtype=torch.int32) * 3)  # draft id c is target id 4 c
+    head.bind(torch.randn(256, 128), torch.randn(256, 128))
+    save_head(head, tmp_path / "head")
+    plain, _, _ = serve(tmp_path, target, None)
+    speculative = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 3}
+    texts, methods, counters = serve(tmp_path, target, speculative)
+    assert texts == plain
+    assert methods == ["greedy"]
+    assert counters["vllm:spec_decode_num_draft_tokens"] > 10

@@ -208,8 +208,7 @@ def _stored_config(c: HeadConfig, num_drafts: int, head: DraftHead) -> dict[str,
     config: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[c.kind]],
         "speculators_model_type": c.kind,
-        "speculators_version": "0.9.0",
-        "model_type": "speculator_model",
+        "speculators_version": "0.9.0",  # and no model_type: vLLM 0.32 knows the format by its absence
         "draft_vocab_size": c.draft_vocab_size,
         "transformer_layer_config": layer,
         "dtype": str(next(head.parameters()).dtype).removeprefix("torch."),
