@@ -234,15 +234,15 @@ def from_layout(
 
 
 def check_d2t(
-    d2t: Tensor | None, *, draft_vocab_size: int, target_vocab_size: int, kind: str = "offset"
+    d2t: Tensor | None, *, draft_vocab_size: int, target_vocab_size: int, kind: str
 ) -> tuple[Tensor | None, Tensor | None]:
     """Check a reduced draft vocabulary's map once, on the host; returns (d2t, t2d) as the sampling ops take them.
 
-    d2t: integers [draft_vocab_size]. kind "offset": target id = draft id + d2t[draft id], as EAGLE-3 checkpoints hold
-    it; "absolute": the target id itself. None means identity, which is refused unless both vocabularies have one size
-    (then (None, None) is returned). Result: int32 offsets [draft_vocab_size] and int32 [target_vocab_size], the draft
-    id of each target id or -1. ValueError for a wrong length, a target outside 0..target_vocab_size - 1, or two draft
-    ids with one target.
+    d2t: integers [draft_vocab_size]. kind has no default, the reading is never guessed: "offset": target id = draft
+    id + d2t[draft id], as EAGLE-3 checkpoints hold it; "absolute": the target id itself. d2t None means identity, which
+    is refused unless both vocabularies have one size (then (None, None) is returned). Result: int32 offsets
+    [draft_vocab_size] and int32 [target_vocab_size], the draft id of each target id or -1. ValueError for a wrong
+    length, a target outside 0..target_vocab_size - 1, or two draft ids with one target.
     """
     op = "check_d2t"
     _ops.expect(op, "kind", kind in ("offset", "absolute"), "'offset' or 'absolute'", repr(kind))

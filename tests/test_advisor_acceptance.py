@@ -10,7 +10,7 @@ import torch
 
 from specdec_kernels.advisor import rollout as ro
 from specdec_kernels.advisor.acceptance import AcceptanceCounts, AcceptanceLog, StepRecord
-from specdec_kernels.engine.draft_map import draft_to_target
+from specdec_kernels.tree import check_d2t
 
 
 def simulate(log: AcceptanceLog, rng, request, alpha: float, num_drafts: int, steps: int, **tags) -> None:
@@ -282,8 +282,8 @@ def test_reduced_draft_vocabulary():
     """Map [0,2,5]: target law [.1,.2,.3,.1,.1,.2], draft law [.5,.3,.2] on those ids."""
     target = torch.tensor([0.1, 0.2, 0.3, 0.1, 0.1, 0.2], dtype=torch.float64).log()
     draft = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
-    targets = draft_to_target(torch.tensor([0, 1, 3]), draft_size=3, target_size=6, kind="offset")
-    assert float(ro.overlap(target, draft, targets=targets)) == pytest.approx(0.1 + 0.3 + 0.2)
+    d2t, _ = check_d2t(torch.tensor([0, 1, 3]), draft_vocab_size=3, target_vocab_size=6, kind="offset")
+    assert float(ro.overlap(target, draft, d2t=d2t)) == pytest.approx(0.1 + 0.3 + 0.2)
 
 
 def test_wrong_logits_are_refused():

@@ -1,4 +1,4 @@
-"""Cases VT-01, VT-03 and VT-05 (vocabularies), ME-01 to ME-03 (what is counted) and PF-04 (when not to draft)."""
+"""Cases VT-03 and VT-05 (vocabularies), ME-01 to ME-03 (what is counted) and PF-04 (when not to draft)."""
 
 from __future__ import annotations
 
@@ -11,37 +11,8 @@ from specdec_kernels.advisor import vocabulary as vb
 from specdec_kernels.advisor.acceptance import AcceptanceCounts, StepRecord
 from specdec_kernels.advisor.rollout import overlap
 from specdec_kernels.advisor.selection import CostTable, choose_num_drafts
-from specdec_kernels.engine.draft_map import draft_to_target
 
 TARGET = {0: b"<s>", 1: b"a", 2: b"b", 3: b"ab"}
-
-
-# ---- VT-01
-
-
-def test_VT_01_d2t_holds_offsets():
-    d2t = torch.tensor([0, 1, 3])
-    assert draft_to_target(d2t, draft_size=3, target_size=6, kind="offset").tolist() == [0, 2, 5]
-    assert draft_to_target(d2t, draft_size=3, target_size=6, kind="absolute").tolist() == [0, 1, 3]
-    with pytest.raises(ValueError, match="kind"):  # the reading is never guessed
-        draft_to_target(d2t, draft_size=3, target_size=6)
-
-
-def test_VT_01_bad_maps_are_refused():
-    with pytest.raises(ValueError, match=r"expected targets in 0\.\.5, got 11 for draft id 2"):
-        draft_to_target(torch.tensor([0, 1, 9]), draft_size=3, target_size=6, kind="offset")
-    with pytest.raises(ValueError, match=r"got 1 for draft ids \[0, 1\]"):
-        draft_to_target(torch.tensor([1, 0, 0]), draft_size=3, target_size=6, kind="offset")
-    with pytest.raises(ValueError, match=r"got -1 for draft id 0"):
-        draft_to_target(torch.tensor([-1, 0, 0]), draft_size=3, target_size=6, kind="offset")
-    with pytest.raises(ValueError, match=r"expected integers \[3\]"):
-        draft_to_target(torch.tensor([0.0, 1.0, 3.0]), draft_size=3, target_size=6, kind="offset")
-
-
-def test_VT_01_absent_map_is_identity_only_if_sizes_match():
-    assert draft_to_target(None, draft_size=6, target_size=6).tolist() == list(range(6))
-    with pytest.raises(ValueError, match="3 and 6 ids, got None"):
-        draft_to_target(None, draft_size=3, target_size=6)
 
 
 # ---- VT-05

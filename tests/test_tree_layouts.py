@@ -173,7 +173,7 @@ def test_VT_01_offsets_and_absolute_ids():
 
 
 def test_VT_01_bad_maps_are_refused():
-    sizes = {"draft_vocab_size": 3, "target_vocab_size": 6}
+    sizes: dict = {"draft_vocab_size": 3, "target_vocab_size": 6, "kind": "offset"}
     with pytest.raises(ValueError, match=r"^check_d2t: d2t: expected targets in 0..5, got 11 for draft id 2"):
         check_d2t(torch.tensor([0, 1, 9]), **sizes)
     with pytest.raises(ValueError, match=r"^check_d2t: d2t: expected distinct targets, got one for draft ids 0 and 1"):
@@ -185,10 +185,12 @@ def test_VT_01_bad_maps_are_refused():
     with pytest.raises(ValueError, match=r"^check_d2t: d2t: expected integers \[3\], got torch.float32"):
         check_d2t(torch.tensor([0.0, 1, 3]), **sizes)
     with pytest.raises(ValueError, match=r"^check_d2t: kind: expected 'offset' or 'absolute', got 'auto'"):
-        check_d2t(torch.tensor([0, 1, 3]), **sizes, kind="auto")
+        check_d2t(torch.tensor([0, 1, 3]), **sizes | {"kind": "auto"})
+    with pytest.raises(TypeError, match="kind"):  # the reading is never guessed
+        check_d2t(torch.tensor([0, 1, 3]), draft_vocab_size=3, target_vocab_size=6)  # type: ignore[call-arg]
 
 
 def test_VT_01_an_absent_map_is_identity_only_for_equal_sizes():
-    assert check_d2t(None, draft_vocab_size=6, target_vocab_size=6) == (None, None)
+    assert check_d2t(None, draft_vocab_size=6, target_vocab_size=6, kind="offset") == (None, None)
     with pytest.raises(ValueError, match=r"^check_d2t: d2t: expected a map from 3 to 6 ids, got None"):
-        check_d2t(None, draft_vocab_size=3, target_vocab_size=6)
+        check_d2t(None, draft_vocab_size=3, target_vocab_size=6, kind="offset")

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from specdec_kernels.advisor.acceptance import AcceptanceLog, StepRecord
-from specdec_kernels.engine.draft_map import scatter_logits
 
 Model = Callable[[torch.Tensor], torch.Tensor]
 
@@ -56,14 +55,14 @@ def overlap(
     filters: Filters = Filters(),
     draft_filters: Filters | None = None,
     vocab_size: int | None = None,
-    targets: torch.Tensor | None = None,
+    d2t: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """1 - TV of both laws, float64 [...]: the chance that a draft is accepted, sum over x of min(target, draft).
 
     target_logits [..., Vt], draft_logits [..., Vd]; widths may differ by padding: ids from vocab_size (default:
-    Vt) on have no mass on either side, and ids beyond Vd none in the draft. targets: `draft_to_target` of a reduced
-    vocabulary. draft_filters: None means the target's. Greedy gives 1 where both agree and 0 elsewhere. Errors:
-    ValueError for unequal leading shapes.
+    Vt) on have no mass on either side, and ids beyond Vd none in the draft. d2t: offsets of a reduced vocabulary, as
+    `check_d2t` returns them. draft_filters: None means the target's. Greedy gives 1 where both agree and 0 elsewhere.
+    Errors: ValueError for unequal leading shapes.
     """
     if target_logits.shape[:-1] != draft_logits.shape[:-1]:
         raise ValueError(
@@ -74,7 +73,7 @@ def overlap(
     valid = width if vocab_size is None else vocab_size
     own = target_logits.double().cpu().clone()
     own[..., valid:] = -torch.inf
-    spread = scatter_logits(draft_logits, width, vocab_size=valid, targets=targets)
+    spread = _scatter(draft_logits, width, valid, d2t)
     return torch.minimum(filters.law(own), (draft_filters or filters).law(spread)).sum(-1)
 
 
@@ -87,7 +86,7 @@ def measure_acceptance(
     max_tokens: int,
     filters: Filters = Filters(),
     vocab_size: int | None = None,
-    targets: torch.Tensor | None = None,
+    d2t: torch.Tensor | None = None,
     domains: Sequence[str] | None = None,
     eos_token_id: int | None = None,
     seed: int = 0,
@@ -114,7 +113,7 @@ def measure_acceptance(
         while len(text) - start < max_tokens and not done:
             laws, block = [], text
             for _ in range(num_drafts):
-                laws.append(filters.law(scatter_logits(draft(block)[-1], width, vocab_size=valid, targets=targets)))
+                laws.append(filters.law(_scatter(draft(block)[-1], width, valid, d2t)))
                 block = torch.cat([block, _draw(rng, laws[-1])])
             rows = target(block)[len(text) - 1 :].double().cpu().clone()
             rows[:, valid:] = -torch.inf
@@ -148,6 +147,25 @@ def measure_acceptance(
                 )
             )
     return log
+
+
+def _scatter(draft_logits: torch.Tensor, width: int, vocab_size: int, d2t: torch.Tensor | None) -> torch.Tensor:
+    """Draft logits [..., Vd] in target columns, float64 [..., width]; -inf (no mass) where the draft has no token.
+
+    Draft columns whose target lies behind vocab_size lose their mass before normalisation, so a padded head of any
+    width gives the law of its real tokens.
+    """
+    ids = torch.arange(draft_logits.shape[-1])
+    if d2t is not None:
+        if d2t.shape != ids.shape:
+            raise ValueError(f"overlap: d2t: expected {list(ids.shape)}, got {list(d2t.shape)}")
+        ids = ids + d2t.cpu()
+    kept = (ids < min(vocab_size, width)).nonzero().flatten()
+    if not len(kept):
+        raise ValueError("overlap: d2t: expected at least one draft id below vocab_size, got none")
+    out = torch.full((*draft_logits.shape[:-1], width), -torch.inf, dtype=torch.float64)
+    out[..., ids[kept]] = draft_logits[..., kept].double().cpu()
+    return out
 
 
 def _draw(rng: np.random.Generator, law: torch.Tensor) -> torch.Tensor:

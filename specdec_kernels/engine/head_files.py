@@ -40,7 +40,7 @@ def save_head(head: DraftHead, folder: str | Path, *, with_embedding: bool = Tru
     c = head.config
     tensors = {_stored_name(c.kind, name): value for name, value in head.state_dict().items()}
     if head.d2t is not None:
-        _, t2d = check_d2t(head.d2t, draft_vocab_size=c.draft_vocab_size, target_vocab_size=c.vocab_size)
+        _, t2d = check_d2t(head.d2t, draft_vocab_size=c.draft_vocab_size, target_vocab_size=c.vocab_size, kind="offset")
         assert t2d is not None
         tensors["t2d"] = t2d >= 0
     if with_embedding:
@@ -68,7 +68,7 @@ def load_head(folder: str | Path, *, num_layers: int | None = None) -> DraftHead
     config = _parse_config(stored, tensors, num_layers)
     d2t = tensors.pop("d2t", None)
     t2d = tensors.pop("t2d", None)
-    check_d2t(d2t, draft_vocab_size=config.draft_vocab_size, target_vocab_size=config.vocab_size)
+    check_d2t(d2t, draft_vocab_size=config.draft_vocab_size, target_vocab_size=config.vocab_size, kind="offset")
     head = make_head(config, d2t)
     if t2d is not None and d2t is not None:
         known = torch.zeros(config.vocab_size, dtype=torch.bool)

@@ -140,7 +140,9 @@ class DraftHead(nn.Module):
             d2t = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
         self.d2t: Tensor | None
         self.register_buffer("d2t", None if d2t is None else d2t.to(torch.int64))
-        check_d2t(self.d2t, draft_vocab_size=config.draft_vocab_size, target_vocab_size=config.vocab_size)
+        check_d2t(
+            self.d2t, draft_vocab_size=config.draft_vocab_size, target_vocab_size=config.vocab_size, kind="offset"
+        )
         self.lm_head: nn.Linear | None = None
         self.embedding: Tensor | None = None
         self.output: Tensor | None = None

@@ -80,7 +80,9 @@ class EagleDrafter:
         self.head, self.name, c = bind_head(head, model, pack=head is not self._given), head.config.kind, head.config
         self.hidden_layers, self.vocab_size = c.feature_layers, model.vocab_size
         self.kv_shape = KVShape(1, c.num_kv_heads, c.head_dim, model.dtype)
-        self.d2t, _ = check_d2t(head.d2t, draft_vocab_size=c.draft_vocab_size, target_vocab_size=c.vocab_size)
+        self.d2t, _ = check_d2t(
+            head.d2t, draft_vocab_size=c.draft_vocab_size, target_vocab_size=c.vocab_size, kind="offset"
+        )
 
     def observe(self, seen: Sequence[Seen], hidden: HiddenStates, context: DraftContext) -> None:
         """Note the states of new text; states already known (a text computed again) are passed over."""

@@ -58,7 +58,9 @@ class MedusaDrafter:
             raise ValueError(f"medusa drafter: head: expected a Medusa set, got {head.config.kind!r}")
         self.head, c = bind_head(head, model, pack=head is not self._given), head.config
         self.hidden_layers, self.vocab_size = c.feature_layers, model.vocab_size
-        self.d2t, _ = check_d2t(head.d2t, draft_vocab_size=c.draft_vocab_size, target_vocab_size=c.vocab_size)
+        self.d2t, _ = check_d2t(
+            head.d2t, draft_vocab_size=c.draft_vocab_size, target_vocab_size=c.vocab_size, kind="offset"
+        )
         if self._paths is None:
             tree, _ = sequoia_tree(_BY_RANK, self.num_nodes + 1, c.num_medusa)
             value = {path: _product(_BY_RANK[rank] for rank in path) for path in tree.paths}
