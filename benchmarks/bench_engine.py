@@ -148,7 +148,7 @@ def wrapper_seconds(model: Any, batch: Any, cache: Any) -> float:
     query_heads = model.module.config.num_attention_heads
     q = torch.zeros(1, query_heads, rows, shape.head_dim, dtype=model.dtype)
     k = torch.zeros(1, shape.num_kv_heads, rows, shape.head_dim, dtype=model.dtype)
-    layers = [m for m in model.module.modules() if hasattr(m, "layer_idx") and hasattr(m, "q_proj")]
+    layers = [m for m in model.module.modules() if hasattr(m, "layer_idx")]
     packed = [m for m in model.module.modules() if isinstance(m, (linear.PackedLinear, linear.SharedLinear))]
     for m in packed:
         own = m if isinstance(m, linear.PackedLinear) else m.state.packed

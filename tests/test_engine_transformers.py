@@ -42,12 +42,18 @@ def build(name: str) -> nn.Module:
     return module
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", list(MODELS))
-def test_packed_rows_and_trees_equal_the_models_own_forward(name: str):
+def test_packed_rows_and_trees_equal_the_models_own_forward(name: str, packed: bool, monkeypatch):
+    """packed: with the linear layers, norms and (Llama, Qwen2) whole layers replaced, whether that pays here or not."""
+    if packed and not can_pack(torch.float32, torch.device("cpu")):
+        pytest.skip("torch's oneDNN path does not serve float32 here")
+    monkeypatch.setattr("specdec_kernels.engine.linear._WORTH", float("inf") if packed else 0.0)
     module = build(name)
     own = copy.deepcopy(module)
     own.set_attn_implementation("eager")
     model = TransformersModel(module)
+    assert model.num_fused_layers == (3 if packed and name in ("llama", "qwen2 (biases)") else 0)
     engine = Engine(model, "none", EngineConfig(page_size=4, num_pages=64))
     rng = torch.Generator().manual_seed(1)
     texts = [torch.randint(0, 96, (n,), generator=rng).tolist() for n in (19, 3, 11)]

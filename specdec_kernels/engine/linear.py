@@ -34,6 +34,10 @@ class PackedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
+    def add_to(self, total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """total + self(x), rounded once."""
+        return _mkldnn._linear_pointwise.binary(x, total, self.packed, self.bias, "add")
+
     __call__ = forward  # without the hooks of nn.Module, which cost about as much as the rest of the call
 
 

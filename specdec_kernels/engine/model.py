@@ -11,6 +11,7 @@ import torch
 
 from specdec_kernels.attention import tree_attention, write_kv
 from specdec_kernels.engine.batch import Batch, HiddenStates, KVCache, KVShape
+from specdec_kernels.engine.fused_layer import fuse_layers
 from specdec_kernels.engine.linear import fuse_norms, pack_linears
 
 ATTENTION = "specdec_kernels"
@@ -47,12 +48,29 @@ def attention_forward(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D]."""
-    batch, cache = _current.batch, _current.cache
-    k_cache, v_cache = cache.k[module.layer_idx], cache.v[module.layer_idx]
-    write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), k_cache, v_cache, batch.slots)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     window = sliding_window or -1
+    out = _attend(module.layer_idx, q, k, v, scaling, window=window, softcap=softcap or 0.0, sinks=s_aux)
+    return out.unsqueeze(0), None
+
+
+def _attend(
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    *,
+    window: int = -1,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of the batch at hand over layer `layer` of its cache: query [T, Hq, D], key and value [T, Hkv, D]."""
+    batch, cache = _current.batch, _current.cache
+    k_cache, v_cache = cache.k[layer], cache.v[layer]
+    write_kv(key, value, k_cache, v_cache, batch.slots)
     out = tree_attention(
-        query[0].transpose(0, 1),
+        query,
         k_cache,
         v_cache,
         batch.page_table,
@@ -60,16 +78,16 @@ def attention_forward(
         batch.cu_nodes,
         batch.tree_mask,
         max_nodes=batch.max_nodes,
-        softmax_scale=scaling,
+        softmax_scale=scale,
         query_start=batch.query_start,
         causal=batch.causal,
         positions=batch.positions if window > 0 else None,
-        softcap=softcap or 0.0,
+        softcap=softcap,
         window=window,
-        sinks=s_aux,
+        sinks=sinks,
     )
     assert isinstance(out, torch.Tensor)  # no lse was asked for
-    return out.unsqueeze(0), None
+    return out
 
 
 class TransformersModel:
@@ -102,6 +120,7 @@ class TransformersModel:
         self.num_packed = pack_linears(module, self.dtype, self.device) if pack else 0
         self.num_fused = fuse_norms(module, self.dtype, self.device) if pack else 0
         self._body = module.get_decoder()
+        self.num_fused_layers = fuse_layers(self._body.layers, _attend) if pack else 0
         self._all_layers = self._body.layers
         self._layer_sets: dict[tuple[int, ...], torch.nn.ModuleList] = {}
         self._keeping: set[int] = set()  # layers that have a hook
