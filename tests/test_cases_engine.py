@@ -1,4 +1,4 @@
-"""Faults reported by users of other engines, end to end: the cases BT, KV-03 and ME of the case list."""
+"""Faults reported by users of other engines, end to end: the cases BT, KV-03, KV-04 and ME of the case list."""
 
 from __future__ import annotations
 
@@ -188,6 +188,28 @@ def test_KV_03_a_thousand_steps_leave_no_page_behind():
     for request_id in list(engine._states):
         engine.abort(request_id)
     assert engine.arena.num_unowned == 100
+
+
+def test_KV_04_drafts_end_where_the_pages_do():
+    """Page 16, L = 13, one page left to the other request: of five wished drafts two are made, its rows stay."""
+    target = ToyTarget()
+    prompts = [[1 + i % 9 for i in range(13)], [5, 4, 3]]
+    config = EngineConfig(page_size=16, num_pages=2, max_batch=2, check=True, prefix_cache=False)
+    engine, offered = Engine(ToyModel(target), FixedDrafter([31] * 5), config), []
+    propose = engine._default_drafter.propose
+    engine._default_drafter.propose = lambda s, limits, c: (offered.append(list(limits)), propose(s, limits, c))[1]
+    ids = [engine.add(Request(prompt, max_tokens=12, num_drafts=5)) for prompt in prompts]
+    results = {event.request_id: event.result for event in engine.step()}
+    other = engine._states[ids[1]]
+    page, known = other.pages[0], other.context_len
+    before = [tensor[page, :known].clone() for tensor in (*engine.cache.k, *engine.cache.v)]
+    engine.step()
+    assert [limit.nodes for limit in offered[-1]] == [2, 5]
+    for rows, tensor in zip(before, (*engine.cache.k, *engine.cache.v)):
+        assert (rows == tensor[page, :known]).all()
+    while engine.has_work:
+        results |= {event.request_id: event.result for event in engine.step()}
+    assert [results[key].token_ids for key in ids] == [plain_greedy(target, prompt, 12) for prompt in prompts]
 
 
 def test_ME_01_empty_and_failed_steps_count_nothing():

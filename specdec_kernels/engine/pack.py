@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -80,7 +81,7 @@ def pack_step(
     if branched:
         parents = [p for draft in drafts for p in (-1, *draft.parents)]
         depth = max(draft.depth for draft in drafts)
-        cu = _prefix_sums([len(draft) + 1 for draft in drafts])
+        cu = list(accumulate((len(draft) + 1 for draft in drafts), initial=0))
         tree = build_tree(tensor(parents), tensor(cu), root_lens, max_nodes=max_nodes, max_depth=depth)
     else:
         counts = tensor([len(draft) for draft in drafts])
@@ -91,7 +92,7 @@ def pack_step(
     if chunks:
         positions = torch.cat([tree.positions[:num_tree_rows], tensor(chunk_positions)])
         context_lens = tensor([state.context_len for state in everyone])
-        cu_nodes = tensor(_prefix_sums(sizes))
+        cu_nodes = tensor(list(accumulate(sizes, initial=0)))
         mask = tree.tree_mask[:num_tree_rows]
         if branched:  # prefill rows ignore their mask (`causal`), they only need to be there
             mask = torch.cat([mask, mask.new_zeros(len(chunk_positions), mask.shape[1])])
@@ -131,10 +132,3 @@ def make_sampling(states: Sequence[RequestState], device: torch.device) -> Sampl
         position=tensor([state.num_output for state in states], torch.int64),
         step=tensor([state.num_steps for state in states], torch.int64),
     )
-
-
-def _prefix_sums(sizes: Sequence[int]) -> list[int]:
-    sums = [0]
-    for size in sizes:
-        sums.append(sums[-1] + size)
-    return sums

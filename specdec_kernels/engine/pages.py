@@ -123,18 +123,17 @@ class Arena:
         """Pages that the tenant could be given now."""
         other = Tenant(1 - tenant)
         room = self.num_pages - self.floors[other] - self.active[tenant]
-        here = self.num_free + self.num_idle
         if tenant == Tenant.TARGET:
-            return min(room, here + (self._borrowed if self.reclaim is not None else 0))
+            return min(room, self.num_unowned + (self._borrowed if self.reclaim is not None else 0))
         own = max(0, self.floors[tenant] - self.active[tenant])
-        return min(room, here if self._may_lend() else min(own, here))
+        return min(room, self.num_unowned if self._may_lend() else min(own, self.num_unowned))
 
     @property
     def _borrowed(self) -> int:
         return max(0, self.active[Tenant.DRAFT] - self.floors[Tenant.DRAFT])
 
     def _may_lend(self) -> bool:
-        if not self.lending and self.num_free + self.num_idle >= self.reopen:
+        if not self.lending and self.num_unowned >= self.reopen:
             self.lending = True
         return self.lending
 
@@ -206,17 +205,11 @@ class Arena:
 
     def _make_room(self, count: int, tenant: Tenant, free_only: bool) -> bool:
         """Have `count` pages FREE that this tenant may take; cheapest first: FREE, SOFT, COMMITTED, borrowed ones."""
-        after = self.active[tenant] + count
-        if after > self.num_pages - self.floors[1 - tenant]:
-            return False
-        if tenant == Tenant.DRAFT and after > self.floors[Tenant.DRAFT] and not self._may_lend():
+        if count > self.available(tenant):
             return False
         missing = count - len(self._free)
-        if missing > 0 and not free_only and missing > self.num_idle:
-            borrowed = min(self._borrowed, missing - self.num_idle) if tenant == Tenant.TARGET else 0
-            if borrowed < missing - self.num_idle or self.reclaim is None:
-                return False
-            self.reclaimed += self.reclaim(borrowed)
+        if missing > self.num_idle and self.reclaim is not None and not free_only:
+            self.reclaimed += self.reclaim(missing - self.num_idle)
             self.lending = False
             missing = count - len(self._free)
         if missing > 0 and self.evictor is not None:

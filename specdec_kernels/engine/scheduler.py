@@ -168,7 +168,7 @@ class Scheduler:
 
     def _afford(self, state: RequestState, limit: Limit) -> Limit:
         """Take the pages of a request's drafts, as far as they can be had without taking any from a request."""
-        nodes, unowned = limit.nodes, self.arena.num_free + self.arena.num_idle
+        nodes, unowned = limit.nodes, self.arena.num_unowned
         while nodes > 0:
             missing = self.arena.pages_for(state.context_len + 1 + nodes) - len(state.pages)
             if missing <= unowned and self.arena.grow(state.pages, state.context_len + 1 + nodes):
