@@ -44,8 +44,9 @@ class BatchCostModel(NamedTuple):
     relative_error: float
 
     @classmethod
-    def fit(cls, samples: Sequence[StepSample]) -> BatchCostModel:
-        """Least squares of the relative errors, coefficients kept non-negative, free_nodes tried at every node count.
+    def fit(cls, samples: Sequence[StepSample], *, knees: Sequence[int] | None = None) -> BatchCostModel:
+        """Least squares of the relative errors, coefficients kept non-negative, free_nodes tried at every node count
+        (or at `knees` only).
 
         samples: at least 5, with at least two different node counts, positive seconds; else ValueError. Fitting fewer
         effects than the samples vary (one request count only, say) leaves those coefficients at 0.
@@ -57,7 +58,7 @@ class BatchCostModel(NamedTuple):
         counts = sorted(set(data[:, 0].tolist()))
         _ops.expect(op, "samples", len(counts) > 1, "at least two node counts", counts)
         best: BatchCostModel | None = None
-        for knee in [0.0, *counts[:-1]]:
+        for knee in [0.0, *counts[:-1]] if knees is None else knees:
             features = np.stack(
                 [np.ones(len(data)), data[:, 1], data[:, 2], np.maximum(0.0, data[:, 0] - knee)], axis=1
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -166,6 +167,10 @@ class Engine:
         requests = plan.decoding + [chunk.state for chunk in plan.chunks]
         context = sum(state.context_len for state in requests)
         start = time.perf_counter()
+        reading = any(
+            limit.depth and hasattr(state.drafter, "kv_shape") and not state.draft_pages
+            for state, limit in zip(plan.decoding, plan.limits)
+        )
         drafts = self._draft(plan.decoding, plan.limits)
         drafted = time.perf_counter()
         packed = pack_step(
@@ -197,7 +202,7 @@ class Engine:
         timing = StepTiming(
             nodes=len(packed.batch.token_ids), requests=len(requests), context=context,
             levels=max((draft.depth for draft in drafts), default=0), drafts=sum(map(len, drafts)),
-            forward_seconds=end - drafted, draft_seconds=drafted - start + observing,
+            forward_seconds=end - drafted, draft_seconds=0.0 if reading else drafted - start + observing,
         )  # fmt: skip
         self.policy.record(outcomes, timing)
         return reports
@@ -235,13 +240,13 @@ class Engine:
 
     def _forward(self, packed: Packed, hidden: HiddenStates | None) -> torch.Tensor:
         start = time.perf_counter()
-        logits = None if self._graphs is None or hidden is not None else self._graphs(packed)
-        if hidden is not None:
-            logits = self.model.forward(packed.batch, self.cache, hidden=hidden)
-        elif logits is None:
-            logits = self.model.forward(packed.batch, self.cache)
-        else:
-            self.metrics.verify_slots_padded += self._graphs.padding  # type: ignore[union-attr]
+        logits = None
+        if self._graphs is not None and hidden is None:
+            logits = self._graphs(packed)
+            self.metrics.verify_slots_padded += 0 if logits is None else self._graphs.padding
+        if logits is None:
+            wanted: dict[str, Any] = {} if hidden is None else {"hidden": hidden}  # not every model has it
+            logits = self.model.forward(packed.batch, self.cache, **wanted)
         self.metrics.forward_time_s += time.perf_counter() - start
         self.metrics.forwards += 1
         self.metrics.verify_slots += len(packed.draft_token_ids)
@@ -356,10 +361,7 @@ class Engine:
         self.metrics.finish(reason, state.stats)
         if event is None:
             event = Event(state.id, [], state.stream.push([], last=True), 0)
-        result = state.result()
-        return Event(event.request_id, event.token_ids, event.text, event.num_accepted, result, event.logprobs), (
-            state.request.on_event
-        )
+        return replace(event, result=state.result()), state.request.on_event
 
 
 def _logprobs(state: RequestState, values: list[Any] | None, count: int) -> list[Any] | None:

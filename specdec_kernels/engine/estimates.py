@@ -57,11 +57,11 @@ class AcceptanceTable:
 
     def pooled(self) -> np.ndarray:
         """Acceptance by depth over all requests, float64 [depth]."""
-        out, before = np.empty(self.depth), self.prior
-        for i in range(self.depth):
-            before = (self.pool_accepted[i] + self.prior_weight * before) / (self.pool_reached[i] + self.prior_weight)
-            out[i] = before
-        return out.clip(_LEAST, _MOST)
+        out, before, weight = [], self.prior, self.prior_weight
+        for accepted, reached in zip(self.pool_accepted.tolist(), self.pool_reached.tolist()):
+            before = (accepted + weight * before) / (reached + weight)
+            out.append(before)
+        return np.array(out).clip(_LEAST, _MOST)
 
     def raw(self, ids: Sequence[int]) -> np.ndarray:
         """Estimates before the correction by past outcomes, float64 [n, depth]."""

@@ -37,7 +37,8 @@ class DraftOutcome(NamedTuple):
 
 class StepTiming(NamedTuple):
     """One measured step: rows of the forward pass (roots, drafts, prefill), requests in it, KV rows they read, depth of
-    the deepest draft, draft nodes, seconds of the forward pass and of drafting."""
+    the deepest draft, draft nodes, seconds of the forward pass and of drafting (0: no measurement of drafting, because
+    a drafter also had to read texts that it had no KV of)."""
 
     nodes: int
     requests: int
@@ -147,7 +148,7 @@ class GoodputPolicy:
         self._cum_width = np.concatenate([[0], self.widths.cumsum()])
         self.hysteresis, self.probe_share, self.uncertainty = hysteresis, probe_share, uncertainty
         self.acceptance = AcceptanceTable(max_depth) if table is None else table
-        self.forward_correction, self.draft_correction = CostCorrection(), CostCorrection()
+        self.forward_correction, self.draft_correction = CostCorrection(rate=0.1), CostCorrection()
         self._current: dict[int, int] = {}  # the plan in force: depth by request
         self._credit = 0.0  # seconds that probes may lose
         self._steps = 0
@@ -167,7 +168,8 @@ class GoodputPolicy:
         best = step.best(acceptance)
         plain = step.evaluate(np.zeros(len(ids), np.int64), acceptance)
         held = np.array([self._current.get(key, d) for key, d in zip(ids, best.depths.tolist())])
-        kept = step.evaluate(np.minimum(held, room), acceptance)
+        held = np.minimum(held, room)
+        kept = best if (held == best.depths).all() else step.evaluate(held, acceptance)
         if kept.goodput < plain.goodput:
             kept = plain
         plan = best if best.goodput > kept.goodput * (1 + self.hysteresis) else kept
@@ -268,14 +270,16 @@ class _Step:
         order = order[worth.ravel()[order] > 0]
         owner, level = np.divmod(order, len(place))
         gain, width = survival.ravel()[order], policy.widths[level]
-        chosen, goodput = order[:0], self.count / float(self.seconds(np.float64(0), np.float64(0)))
-        for levels in range(1, int(self.room.max(initial=0)) + 1):
-            within = np.flatnonzero(level < levels)
-            tokens = self.count + gain[within].cumsum()
-            rate = tokens / self.seconds(np.float64(levels), width[within].cumsum(), extra_cost)
-            at = int(rate.argmax())
-            if rate[at] > goodput:
-                goodput, chosen = float(rate[at]), within[: at + 1]
+        # rate[i, j]: the first j + 1 nodes of this order that lie within i + 1 levels.
+        levels = np.arange(1, int(self.room.max(initial=0)) + 1)[:, None]
+        within = level < levels
+        tokens = self.count + (gain * within).cumsum(1)
+        rate = tokens / self.seconds(levels, (width * within).cumsum(1), extra_cost)
+        plain = self.count / float(self.seconds(np.float64(0), np.float64(0)))
+        chosen = order[:0]
+        if rate.size and rate.max() > plain:
+            row, last = divmod(int(rate.argmax()), rate.shape[1])
+            chosen = np.flatnonzero(within[row, : last + 1])
         depths = np.bincount(owner[chosen], minlength=self.count)
         return self.evaluate(depths, acceptance)
 

@@ -295,7 +295,8 @@ class _Run:
                 self._emit(state, 1)
         scheduler.settle(scheduler.running)
         requests = len(plan.decoding) + len(plan.chunks)
-        timing = StepTiming(slots + rows, requests, sum(contexts) + chunk_context, levels, drafts, seconds, drafting)
+        shown = 0.0 if restarted else drafting
+        timing = StepTiming(slots + rows, requests, sum(contexts) + chunk_context, levels, drafts, seconds, shown)
         self.policy.record(outcomes, timing)
 
     def _draft_memory(self, states: list[RequestState], limits: list[Limit]) -> tuple[list[Limit], int]:
