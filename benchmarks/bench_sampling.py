@@ -1,6 +1,6 @@
 """Verification and sampling against one read of the logits and against what people use instead.
 
-    python -m benchmarks.bench_sampling [--quick] [--out FILE]
+    python -m benchmarks.bench_sampling [--quick] [--out FILE]    (vLLM joins with the interpreter of `make venv-vllm`)
 
 `read` is one pass over a buffer above 256 MB (`amax` of its float32 view, same threads, same rounds). `reads` in a line
 is a time over the time of reading once, at that rate, the rows its form needs: every target and draft row for eager,
@@ -20,6 +20,7 @@ from torch import Tensor
 import specdec_kernels as sk
 from benchmarks import sampling_peers as peers
 from benchmarks.harness import Bench
+from benchmarks.sampling_vllm import vllm_speculative
 
 READ_BYTES = 320 << 20
 FILTERS = {"none": {}, "top_k 50 + top_p .9": dict(top_k=50, top_p=0.9), "top_p .9": dict(top_p=0.9)}
@@ -108,6 +109,8 @@ def chains(
                     *a, d.uniforms[:, 1:], k, p
                 )
                 providers["transformers"] = lambda a=args, k=k, p=p: peers.transformers_speculative(*a, k, p)
+            if with_peers and (vllm := vllm_speculative(*args, filters.get("top_k", 0), filters.get("top_p", 1.0))):
+                providers["vllm"] = vllm
             drafts = "all accepted" if agree else "first rejected"
             shape = dict(op="verify", B=B, gamma=gamma, V=V, dtype=str(dtype)[6:], filters=name, drafts=drafts)
             rows = bench.compare(shape, providers, data.gate)
