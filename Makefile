@@ -6,7 +6,7 @@ ARCHS  ?= 8.0;9.0a
 JOBS   ?= 2
 CPP    := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' 'tests/*.cpp' 2>/dev/null)
 
-.PHONY: demo test test-long bench lint format clean setup build venv-vllm test-vllm promtool
+.PHONY: demo test test-long bench lint format clean setup build venv-vllm test-vllm test-sglang promtool
 setup: $(VENV)/.installed
 build: $(VENV)/.built
 
@@ -58,6 +58,17 @@ $(VLLM)/.installed:
 # Our verification inside a real vLLM, on loopback, and vLLM's sampler as an oracle of ours.
 test-vllm: build venv-vllm
 	$(VLLM)/bin/python -m pytest -o addopts= -p no:cacheprovider tests/test_integration_vllm.py tests/test_sampling_oracle_vllm.py
+
+# SGLang's own tree code with our functions in it. Its server needs CUDA; these light packages import its EAGLE module.
+SGLANG := $(VENV)/sglang
+test-sglang: build $(SGLANG)/.installed
+	PYTHONPATH=$(SGLANG) $(PY) -m pytest -p no:cacheprovider tests/test_integration_sglang.py
+$(SGLANG)/.installed:
+	$(PY) -m pip install -q --no-deps --target $(SGLANG) sglang==0.5.23 torchvision==0.28.0 orjson pyzmq psutil msgspec \
+	  apache-tvm-ffi pydantic pydantic_core annotated_types typing_inspection fastapi starlette pybase64 ipython traitlets \
+	  decorator aiohttp multidict attrs yarl propcache aiosignal frozenlist aiohappyeyeballs dill sentencepiece \
+	  compressed-tensors loguru
+	touch $@
 
 # Prometheus' own rule tester, for tests/test_monitoring.py (skipped without it): Debian's package, unpacked, not installed.
 promtool: $(VENV)/prometheus/usr/bin/promtool
