@@ -15,6 +15,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -183,11 +184,15 @@ def build_cubin(source: Path, arch: str, few: bool = False) -> Path:
     return build.make(target, [*command, *includes, "-o", str(target), str(source)], depfile=True)
 
 
-def report(archs: tuple[str, ...] = ARCHS, few: bool = False) -> list[Kernel]:
-    """Figures of every kernel for every architecture. `few`: the instances that CI compiles."""
+def report(archs: tuple[str, ...] = ARCHS, few: bool = False, only: Sequence[str] = ()) -> list[Kernel]:
+    """Figures of every kernel for every architecture. `few`: the instances that CI compiles; `only`: files by stem."""
     from tests.cuda_on_cpu import build
 
-    tasks = [(s, arch) for s in build.cuda_sources() for arch in archs if build.arch_of(s, arch) == arch]
+    sources = {path.stem: path for path in build.cuda_sources()}
+    if unknown := sorted(set(only) - set(sources)):
+        raise ValueError(f"static_report: file: expected any of {sorted(sources)}, got {unknown}")
+    wanted = [path for stem, path in sources.items() if not only or stem in only]
+    tasks = [(s, arch) for s in wanted for arch in archs if build.arch_of(s, arch) == arch]
     cubins = build.parallel([lambda s=source, a=arch: build_cubin(s, a, few) for source, arch in tasks])
     return [kernel for (_, arch), cubin in zip(tasks, cubins) for kernel in read_cubin(cubin, arch)]
 
@@ -210,7 +215,7 @@ def line(kernel: Kernel, budget: dict[str, Any] | None) -> str:
         if loop
         else "-"
     )
-    blocks, limit = kernel.occupancy(budget["threads"], budget["dynamic_shared"]) if budget else (0, "no budget")
+    blocks, limit = kernel.occupancy(budget["threads"], budget["dynamic_shared"]) if budget else ("?", "no budget yet")
     return (f"| `{kernel.name}` | sm_{kernel.arch} | {kernel.registers} | {kernel.spills} | {kernel.static_shared} | "
             f"{blocks} ({limit}) | {mix} |")  # fmt: skip
 
@@ -237,13 +242,14 @@ def plot(kernels: list[Kernel], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", metavar="file", help="CUDA files by stem, as tree_cuda (default: all)")
     parser.add_argument("--archs", default=",".join(ARCHS))
     parser.add_argument("--few", action="store_true", help="only the instances that CI compiles")
     parser.add_argument("--plot", type=Path, help="write a plot of registers here")
     options = parser.parse_args()
     if tools() is None:
         sys.exit("static_report: cuobjdump: expected Triton's wheel (it carries the tool), got none")
-    kernels = report(tuple(options.archs.split(",")), options.few)
+    kernels = report(tuple(options.archs.split(",")), options.few, options.files)
     table = budgets()
     columns = ["kernel", "arch", "registers", "spills", "static shared", "blocks an SM", "main loop"]
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")

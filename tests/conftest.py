@@ -26,10 +26,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--check-skips", action="store_true", default=under_ci, help="hold skips to tests/skips.json")
     parser.addoption("--emulated-variant", default="race", help="build of the emulated backend: race or asan")
     parser.addoption("--ptx-arch", default="80", help="architecture of the ptx backend: 80 or 90a")
+    parser.addoption("--kernels", default="", help="emulate only CUDA files with this in their path, as csrc/tree/")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    cuda_on_cpu.choose(config.getoption("--emulated-variant"), config.getoption("--ptx-arch"))
+    cuda_on_cpu.choose(*(config.getoption(name) for name in ("--emulated-variant", "--ptx-arch", "--kernels")))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from docs import generate_ops
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # ```python blocks run, each page in one namespace from top to bottom; ```py blocks are fragments and do not
@@ -29,6 +31,13 @@ def test_generated_pages_are_fresh():
         [sys.executable, "-m", "docs.generate_ops", "--check"], cwd=ROOT, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_a_stale_build_writes_no_page(monkeypatch: pytest.MonkeyPatch):
+    """An op that is written but not compiled here would turn into "not yet"."""
+    monkeypatch.setattr(generate_ops, "supports", lambda op: op != "build_tree")
+    with pytest.raises(SystemExit, match=r"expected \['build_tree'\].*make build"):
+        generate_ops.matrix()
 
 
 def test_local_links_lead_somewhere():

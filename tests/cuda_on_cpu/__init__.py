@@ -26,15 +26,18 @@ from tests.cuda_on_cpu.library import Config, EmulationError, Library
 __all__ = ["BACKENDS", "Config", "EmulationError", "choose", "library", "missing", "register", "run_op", "supports"]
 
 BACKENDS = ("emulated", "ptx", "triton_interpret", "triton_ptx")
-_chosen = ["race", "80"]  # variant of `emulated`, architecture of `ptx`
+_chosen = ["race", "80", ""]  # variant of `emulated`, architecture of `ptx`, part of the paths of the CUDA files
 
 
-def choose(variant: str, ptx_arch: str) -> None:
-    """What `register` builds (pytest's --emulated-variant and --ptx-arch). With asan there is path A alone: the other
-    backends are judged by the runtime's own checks, which that build leaves out."""
+def choose(variant: str, ptx_arch: str, kernels: str = "") -> None:
+    """What `register` builds (pytest's --emulated-variant, --ptx-arch, --kernels). With asan there is path A alone: the
+    other backends are judged by the runtime's own checks, which that build leaves out."""
     if variant not in ("race", "asan") or ptx_arch not in ("80", "90a"):
         raise ValueError(f"choose: expected race or asan, and 80 or 90a, got {variant!r} and {ptx_arch!r}")
-    _chosen[:] = variant, ptx_arch
+    paths = [path.relative_to(build.ROOT).as_posix() for path in build.cuda_sources()]
+    if not any(kernels in path for path in paths):
+        raise ValueError(f"choose: kernels: expected a part of one of {paths}, got {kernels!r}")
+    _chosen[:] = variant, ptx_arch, kernels
 
 
 @functools.cache
@@ -115,8 +118,10 @@ def register() -> tuple[str, ...]:
 
 def _implementation(backend: str, op: str) -> Any:
     if backend in ("emulated", "ptx"):
-        variant, ptx_arch = _chosen
-        loaded = library(variant, ptx_arch if missing("ptx") is None else None)
+        variant, ptx_arch, kernels = _chosen
+        wanted = [path for path in build.cuda_sources() if kernels in path.relative_to(build.ROOT).as_posix()]
+        ops = frozenset().union(*map(ops_in, wanted)) if kernels else frozenset()
+        loaded = library(variant, ptx_arch if missing("ptx") is None else None, ops=ops)
         if not _has_kernel(loaded.namespace, op):
             return None
 
