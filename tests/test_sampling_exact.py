@@ -15,6 +15,7 @@ import torch
 from hypothesis import strategies as st
 
 import specdec_kernels as sk
+from python_ref import rng as rng_of_the_ops
 from python_ref import sampling as ref
 from python_ref.sampling import Parameters
 from tests.conftest import Backend
@@ -162,6 +163,18 @@ def test_real_vocabularies(vocab, backend: Backend):
         likely = np.argsort(-request.draft_logits, axis=1)
         request.token_ids = [0, *(int(likely[request.parents[n], n]) for n in range(1, 4))]
     compare(backend, requests, "rejection", margin=1e-4)
+
+
+@pytest.mark.parametrize(("ratio", "right"), [(4.9e-8, [0]), (5.4e-8, [0, 1])])
+def test_a_coin_below_two_to_the_minus_24(ratio, right, backend: Backend):
+    """At this position the coin of seed 0 is 220.4 * 2^-32 = 5.13e-8: 0 if a coin had 24 bits."""
+    high, *_ = rng_of_the_ops.draw(0, 57949922, rng_of_the_ops.ACCEPT, 0)
+    assert high == 220
+    out = one(
+        backend, log([[ratio, 1 - ratio]] * 2), [0, 0], chain(1), method="rejection", position=57949922,
+        draft_logits=floats(log([[1, 0]])), draft_rows=ints([-1, 0]),
+    )  # fmt: skip
+    assert path(out) == right
 
 
 # ---- the canonical vector of the survey: V = 8, temperature .8
