@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,3 +112,31 @@ def test_device_printf_is_ignored_and_other_calls_are_not():
     assert "body_k" in translate(ENTRY.replace("STATEMENT", call.replace("NAME", "vprintf")), "test")
     with pytest.raises(TranslationError, match=r"call\.uni"):
         translate(ENTRY.replace("STATEMENT", call.replace("NAME", "other")), "test")
+
+
+@pytest.mark.parametrize(
+    "notation", ["{target}: {first} \\\n {second}\n", "{target} : {first} \\\n {second}\n"], ids=["g++", "nvcc"]
+)
+def test_only_what_changed_is_made_again(notation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Both compilers' dependency files are understood."""
+    target, first, second = (tmp_path / name for name in ("out.o", "a.cu", "a.h"))
+    made = []
+
+    def compiler(command: list[str]) -> str:
+        made.append(command)
+        target.write_text("object")
+        target.with_suffix(".o.d").write_text(notation.format(target=target, first=first, second=second))
+        return ""
+
+    monkeypatch.setattr(build, "run", compiler)
+    for path in (first, second):
+        path.write_text("source")
+        os.utime(path, (1, 1))
+    for expected in (1, 1):
+        build.make(target, ["compiler", str(first)], depfile=True)
+        assert len(made) == expected
+    later = target.stat().st_mtime + 10
+    os.utime(second, (later, later))
+    build.make(target, ["compiler", str(first)], depfile=True)
+    build.make(target, ["compiler", "-O2", str(first)], depfile=True)
+    assert len(made) == 3

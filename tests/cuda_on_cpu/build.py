@@ -110,7 +110,8 @@ def _fresh(target: Path, command: list[str]) -> bool:
     if not (target.exists() and note.exists() and note.read_text() == " ".join(command)):
         return False
     made = target.stat().st_mtime
-    names = depfile.read_text().replace("\\\n", " ").split()[1:] if depfile.exists() else command
+    # g++ writes "target: files", nvcc "target : files"
+    names = depfile.read_text().replace("\\\n", " ").partition(": ")[2].split() if depfile.exists() else command
     paths = [Path(name) for name in names if not name.startswith("-")]
     return all(path.exists() and path.stat().st_mtime <= made for path in paths if depfile.exists() or path.is_file())
 
