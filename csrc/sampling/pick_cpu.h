@@ -4,8 +4,8 @@
 
 namespace specdec {
 
-constexpr double kMaxGumbel = 46.0;  // above the largest 64-bit Gumbel value, 45.1
-constexpr int32_t kFirstStep = 64;   // tokens behind which the bar is raised for the first time; then twice as many
+constexpr double kMaxGumbel = 46.0;                   // above the largest 64-bit Gumbel value, 45.1
+constexpr int32_t kFirstStep = 64, kScanStep = 1024;  // the bar is refreshed after so many tokens
 
 // Winner's score and id so far.
 struct Leader {
@@ -29,7 +29,7 @@ void for_scan_steps(const Row& row, int32_t first, int32_t end, Scratch& work, B
     int64_t bytes = tile.type == LogitType::float32 ? 4 : 2;
     for (int32_t begin = 0, step; begin < tile.n; begin += step) {
       int32_t scanned = base - first + begin;
-      step = scanned < kFirstStep ? kFirstStep : scanned;
+      step = scanned < kFirstStep ? kFirstStep : scanned < kScanStep ? scanned : kScanStep;
       if (step > tile.n - begin) step = tile.n - begin;
       body(Span{static_cast<const char*>(tile.data) + begin * bytes, tile.type, base + begin, step,
                 tile.next ? tile.next + begin * bytes : nullptr});
@@ -46,13 +46,6 @@ inline void aim(ScanArgs& args, const RowLaw& law, double to_beat) {
   constexpr double kMargin = 2e-3;  // for float32 rounding of the comparison
   double limit = 159.0 + kMargin - to_beat * 1.4426950408889634;
   args.limit = static_cast<float>(limit < 254.0 ? limit : 254.0) * 8388608.0f;
-}
-
-// The scan's last comparison again, with a bar that rose meanwhile.
-inline bool may_win(const ScanArgs& args, const Hit& hit) {
-  float limit = (hit.logit - args.max) * (args.rate * 8388608.0f) + args.limit;
-  uint32_t word = float_bits(static_cast<float>(hit.word >> 8)) + (8u << 23);
-  return hit.logit >= args.floor && limit >= 0.0f && word <= static_cast<uint32_t>(limit);
 }
 
 // Tokens of a span that may win. Where filters leave few, noise is drawn for those alone and not for whole groups; a
@@ -82,9 +75,9 @@ int32_t pick_token(Row row, const RowLaw& law, const NoiseKey& key, LogWeight&& 
   row.is_clean = law.is_clean();
   if (law.is_point) return log_weight(law.argmax, law.max) > kNegInf ? law.argmax : -1;
   auto offer = [&](Leader& best, int32_t id, float logit, uint32_t word) {
-    if (!(logit >= -kInfLogit) || !law.keeps(logit, id)) return false;
+    if (!(logit >= -kInfLogit) || !law.keeps(logit, id)) return;
     double weight = log_weight(id, logit);
-    return weight > kNegInf && best.offer(weight + gumbel(key, static_cast<uint32_t>(id), word), id);
+    if (weight > kNegInf) best.offer(weight + gumbel(key, static_cast<uint32_t>(id), word), id);
   };
   Philox words = draw(key.seed, key.position, key.purpose, static_cast<uint32_t>(law.argmax) >> 2, key.salt);
   Leader winner;
@@ -98,10 +91,7 @@ int32_t pick_token(Row row, const RowLaw& law, const NoiseKey& key, LogWeight&& 
     for_scan_steps(row, begin, end, work, [&](const Span& span) {
       aim(args, law, best.score);
       int32_t count = scan(span, args, work);
-      for (int32_t h = 0; h < count; h++) {
-        const Hit& hit = work.hits[h];
-        if (may_win(args, hit) && offer(best, hit.id, hit.logit, hit.word)) aim(args, law, best.score);
-      }
+      for (int32_t h = 0; h < count; h++) offer(best, work.hits[h].id, work.hits[h].logit, work.hits[h].word);
     });
     std::lock_guard<std::mutex> lock(combining);
     if (best.id >= 0) winner.offer(best.score, best.id);

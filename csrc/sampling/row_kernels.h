@@ -234,20 +234,6 @@ struct RowKernelsOf {
     return count;
   }
 
-  static int32_t gather_values(const Span& s, float low, float* logits) {
-    const F bottom = V::set(low);
-    int32_t count = 0;
-    for_groups(s, [&](auto source, int32_t at, int32_t) {
-      using Source = decltype(source);
-      for (int32_t i = at; i < at + kGroup; i += 2 * V::lanes) {
-        F x[2];
-        Source::two(source, i, x[0], x[1]);
-        for (F v : x) count += V::compress(V::ge(v, bottom), v, logits + count);
-      }
-    });
-    return count;
-  }
-
   static void histogram(const float* x, int32_t n, const Weights& weights, bool by_mass, float scale, uint64_t* hist) {
     const Weigher w(weights);
     const F unit = V::set(kMassScale), step = V::set(scale), last = V::set(kBins - 1.0f);
@@ -274,26 +260,6 @@ struct RowKernelsOf {
     return V::words_within(words, V::fma(V::sub(logits, aim.max), aim.slope, aim.limit));
   }
 
-  // Words of a group, each with its own logit. Draws them once more: one group of a hundred gets here.
-  template <class Source>
-  static __attribute__((noinline)) int32_t collect(const Source& source, int32_t at, int32_t first_id,
-                                                   const ScanArgs& args, Hit* hits) {
-    const Aim aim(args);
-    F x[V::kVectors];
-    typename V::I words[V::kVectors];
-    Source::group(source, at, x);
-    V::philox(static_cast<uint32_t>(first_id) >> 2, args.keys, words);
-    int32_t count = 0;
-    for (int v = 0; v < V::kVectors; v++) {
-      for (uint32_t found = within(aim, words[v], x[v]); found; found &= found - 1) {
-        int lane = __builtin_ctz(found);
-        int32_t j = V::token_of(v, lane);
-        float logit = Source::one(source, at + j);
-        if (logit >= args.floor) hits[count++] = Hit{first_id + j, V::word_at(words[v], lane), logit};
-      }
-    }
-    return count;
-  }
   // Four rejections, cheapest first: a group of 64 whose logits are all below the floor draws nothing; of the words of
   // some tokens (one lane of every vector) the smallest is judged with their largest logit; then each word with its
   // own: one too large for its weight never reaches a logarithm. What is left (a handful a row) is decided in float64
@@ -313,7 +279,15 @@ struct RowKernelsOf {
       V::philox(static_cast<uint32_t>(s.base + g) >> 2, args.keys, words);
       typename V::I least = words[0];
       for (int v = 1; v < V::kVectors; v++) least = V::least(least, words[v]);
-      if (within(aim, least, best)) count += collect(source, at, s.base + g, args, hits + count);
+      if (!within(aim, least, best)) return;
+      for (int v = 0; v < V::kVectors; v++) {
+        for (uint32_t found = within(aim, words[v], x[v]); found; found &= found - 1) {
+          int lane = __builtin_ctz(found);
+          int32_t j = V::token_of(v, lane);
+          float logit = Source::one(source, at + j);
+          if (logit >= args.floor) hits[count++] = Hit{s.base + g + j, V::word_at(words[v], lane), logit};
+        }
+      }
     });
     return count;
   }
@@ -332,8 +306,8 @@ struct RowKernelsOf {
   }
 
   static const RowKernels& table() {
-    static const RowKernels kernels = {V::lanes, peek,   convert,       find,      mass, entropy,
-                                       residual, gather, gather_values, histogram, scan, scan_listed};
+    static const RowKernels kernels = {V::lanes, peek,   convert,   find, mass,       entropy,
+                                       residual, gather, histogram, scan, scan_listed};
     return kernels;
   }
 };

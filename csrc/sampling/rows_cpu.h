@@ -59,8 +59,6 @@ struct RowKernels {
                        float b);
   // Appends logits in [low, high] and their ids to the lists (room for n + kGroup), ascending.
   int32_t (*gather)(const Span& span, float low, float high, float* logits, int32_t* ids);
-  // Appends logits at or above `low` (room for n + kGroup), in no order.
-  int32_t (*gather_values)(const Span& span, float low, float* logits);
   // hist[distance_bin] += mass, or += 1.
   void (*histogram)(const float* x, int32_t n, const Weights& weights, bool by_mass, float scale, uint64_t* hist);
   int32_t (*scan)(const Span& span, const ScanArgs& args, Hit* hits);

@@ -194,8 +194,7 @@ float bound_of_list(int32_t size, Scratch& work) {
   return nth_largest(work.group_max, static_cast<ptrdiff_t>((1.0 - below) * static_cast<double>(count - 1)), count);
 }
 
-// Top-p in one pass: the total, and a list of the largest logits; false where the prefix does not end among them. The
-// ids of the bin in which it ends are looked up in the row.
+// Top-p in one pass: the total, and the list of the largest logits; false where the prefix does not end in the list.
 bool select_in_list(const Row& row, float top_p, RowLaw& law, uint64_t* total, Scratch& work) {
   float bound = std::max(bound_of_list(row.size, work), law.threshold);
   bool fits = true, far = is_far(law, work);
@@ -203,8 +202,7 @@ bool select_in_list(const Row& row, float top_p, RowLaw& law, uint64_t* total, S
   for (int32_t base = 0; base < row.size; base += kTileLogits) {
     Span span = load_span(row, base, work);
     *total += row_kernels().mass(span, weights_of(law), law.threshold, far);
-    if (fits) work.listed += row_kernels().gather_values(span, bound, work.list_logits.data() + work.listed);
-    fits = work.listed <= kMaxListed;
+    if (fits) fits = append_range(span, bound, kInfLogit, work);
   }
   if (!fits) return false;
   Budget budget{true, top_p_budget(top_p, *total)};
@@ -217,7 +215,8 @@ bool select_in_list(const Row& row, float top_p, RowLaw& law, uint64_t* total, S
   if (bin == kBins) return false;
   uint32_t low, high;
   bin_keys(law, bin, scale, &low, &high);
-  finish_in_range(row, law, budget, low, high, work);
+  take_candidates(order_value(low), order_value(high), work);
+  finish_in_list(law, budget, work);
   return true;
 }
 

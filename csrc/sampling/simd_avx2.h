@@ -93,13 +93,6 @@ struct Avx2 {
     }
     return count;
   }
-  SPECDEC_SIMD int32_t compress(M m, F v, float* values) {
-    alignas(32) float lane[8];
-    _mm256_store_ps(lane, v);
-    int32_t count = 0;
-    for (uint32_t found = bits(m); found; found &= found - 1) values[count++] = lane[__builtin_ctz(found)];
-    return count;
-  }
   SPECDEC_SIMD float reduce_max(F a) {
     __m128 m = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     m = _mm_max_ps(m, _mm_movehl_ps(m, m));

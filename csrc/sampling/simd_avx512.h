@@ -90,10 +90,6 @@ struct Avx512 {
     _mm512_storeu_si512(ids, _mm512_maskz_compress_epi32(m, _mm512_add_epi32(lane, _mm512_set1_epi32(first))));
     return __builtin_popcount(m);
   }
-  SPECDEC_SIMD int32_t compress(M m, F v, float* values) {
-    _mm512_storeu_ps(values, _mm512_maskz_compress_ps(m, v));
-    return __builtin_popcount(m);
-  }
   SPECDEC_SIMD float reduce_max(F a) { return _mm512_reduce_max_ps(a); }
   SPECDEC_SIMD float reduce_min(F a) { return _mm512_reduce_min_ps(a); }
 

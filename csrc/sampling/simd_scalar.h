@@ -55,10 +55,6 @@ struct Scalar {
     *ids = first;
     return m;
   }
-  SPECDEC_SIMD int32_t compress(M m, F v, float* values) {
-    *values = v;
-    return m;
-  }
   SPECDEC_SIMD float reduce_max(F a) { return a; }
   SPECDEC_SIMD float reduce_min(F a) { return a; }
 
