@@ -7,7 +7,6 @@ import math
 import re
 import shlex
 
-import numpy as np
 import pytest
 
 from benchmarks import bench_advisor
@@ -176,7 +175,7 @@ def test_whole_requests_and_the_quoted_rules():
     """Prefill takes no part in the gain, so long prompts gain least at equal outputs: the quoted rule is refuted."""
     found = advise(selection(), load(), target_kv_bytes=1000, prefill_seconds={100: 0.1, 3000: 3.0})
     classes = found["whole requests"].figures
-    step = np.mean([0.01, 0.04, 0.16] * 2)
+    step = (0.5 * 1 * 0.01 + 0.5 * 4 * 0.04) / (0.5 * 1 + 0.5 * 4)  # four tokens of five are drawn at batch 4
     gain = 1 / (0.5 / 2 + 0.5 / 1.5)
     assert classes["under 500"] == pytest.approx((0.1 + 50 * step) / (0.1 + 50 * step / gain))
     assert classes["under 500"] > classes["500 to 2000"] > classes["over 2000"]
@@ -200,6 +199,16 @@ def test_whole_requests_and_the_quoted_rules():
 def test_bad_workloads_are_named(change, message):
     with pytest.raises(ValueError, match=f"Workload: {message}"):
         load(**change)
+
+
+def test_a_traces_batches_weigh_by_their_steps(tmp_path):
+    """300 tokens at batch 1 are 300 steps; 400 tokens at batch 4 are 100."""
+    rows = [{"prompt_tokens": 9, "output_tokens": 300, "batch": 1}] + [{"prompt_tokens": 9, "output_tokens": 100, "batch": 4, "temperature": 1}] * 4  # fmt: skip  # noqa: E501
+    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    read = Workload.from_jsonl(tmp_path / "trace.jsonl")
+    assert read.batch_share == {1: 0.75, 4: 0.25}
+    assert read.sampled_share == 0.8
+    assert read.shared_tokens == ()
 
 
 # ---- the command line

@@ -267,7 +267,10 @@ def _by_prompt_length(
     prompts, outputs = np.array(workload.prompt_tokens), np.array(workload.output_tokens)
     fresh = prompts - (np.array(workload.shared_tokens) if workload.shared_tokens else 0)
     prefill = np.interp(fresh, known, [prefill_seconds[n] for n in known])
-    plain_step = np.mean([m.plain_seconds for m in selection.measurements])
+    sizes = selection.batch_sizes
+    measured = [next(m.plain_seconds for m in selection.measurements if m.batch == size) for size in sizes]
+    tokens = {b: share * b for b, share in workload.batch_share.items()}  # a step at batch b is a token of b requests
+    plain_step = sum(n * np.interp(b, sizes, measured) for b, n in tokens.items()) / sum(tokens.values())
     speedup = _over_load(selection, chosen, workload)
     plain, drafted = prefill + outputs * plain_step, prefill + outputs * plain_step / speedup
     masks = {
