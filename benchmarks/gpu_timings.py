@@ -2,7 +2,8 @@
 
 Attention: our paged `tree_attention` against torch's scaled_dot_product_attention on keys and values that were gathered
 beforehand (the peer pays no gathering), and against one read of the keys and values at the device's copy bandwidth.
-Verification: `verify` on raw logits against softmax, compare and multinomial in torch. Results are compared first.
+Verification: `verify` on raw logits against softmax, compare and multinomial in torch, beside what verify_model.py
+predicts. Results are compared first.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import torch.nn.functional as F
 import specdec_kernels as sk
 from benchmarks import sampling_peers
 from benchmarks.harness import Timing, interleave
+from benchmarks.verify_model import predict
 
 ATTENTION = ((1, 8192, 26), (8, 2048, 26), (8, 8192, 26), (8, 8192, 64), (64, 2048, 26))  # requests, context, nodes
-VERIFY = ((1, 5, 128256), (8, 5, 128256), (64, 5, 32000))  # requests, drafts each, vocabulary
+# requests, drafts each, vocabulary
+VERIFY = ((1, 5, 128256), (8, 5, 128256), (64, 5, 32000), (8, 7, 151936), (64, 7, 128256))
 Row = dict[str, Any]
 
 
@@ -109,4 +112,7 @@ def verification(device: str, shape: tuple[int, int, int], dtype: torch.dtype) -
     same = float((ours().num_emitted == providers["torch"]()[0]).float().mean())
     assert same > 0.9, f"verify {shape}: only {same:.2f} of the requests accept as many as in torch"
     named = {"family": "verify", "B": requests, "drafts": drafts, "vocab": vocab, "dtype": str(dtype)}
-    yield from rows_of(named, interleave(providers, rounds=20, budget=6), same_counts=same)
+    model = predict(requests, nodes, vocab, drawn=True, element=target.element_size())
+    timings = interleave(providers, rounds=20, budget=6)
+    yield from rows_of(named, timings, same_counts=same, form=model.form, predicted_s=model.seconds,
+                       predicted_bytes=model.bytes, floor_s=model.floor_seconds)  # fmt: skip

@@ -59,6 +59,14 @@ __all__ = [
 METHODS = ("greedy", "rejection", "target_only", "block", "coupled", "typical")
 
 
+def _verify_workspace(requests: int, nodes: int) -> int:
+    """Bytes: two tickets, a draw and 16 winners a request, four laws a node (csrc/sampling/verify_cuda.cu)."""
+    return 8 * requests + 304 * requests + 232 * nodes + 32
+
+
+_ops.register_workspace("verify", _verify_workspace)
+
+
 class Verified(NamedTuple):
     """Outcome of `verify`; int32 unless said otherwise.
 
@@ -122,7 +130,8 @@ def verify(
     sampled node its own, of deterministic siblings the first one's); request_order: int32, handle only these requests;
     return_logprobs: "raw", "processed" or "both"; form: "auto", "eager" (all rows) or "lazy" (rows along the path);
     tile_stats: float32 [N, ceil(vocabulary / 4096), 2] of `tile_stats`, from a fused output layer: spares reading rows
-    without top-k and top-p (sums in float32: a decision closer than about 1e-6 may fall the other way).
+    without top-k and top-p (sums in float32: a decision closer than about 1e-6 may fall the other way); workspace:
+    uint8 of `workspace_size("verify", requests=, nodes=)`, for GPUs; t2d spares a GPU its making from d2t.
 
     Data faults set bits in `flags` of their own request. Raises ValueError or TypeError on shapes and dtypes.
     """
@@ -157,6 +166,11 @@ def verify(
     if return_logprobs is not None:
         shape = (requests, width, 2) if return_logprobs == "both" else (requests, width)
         logprobs = new(shape, dtype=torch.float32, device=device)
+    if device.type == "cuda" or backend not in (None, "native"):  # the CPU op needs neither
+        if workspace is None and form != "lazy":
+            workspace = torch.zeros(_verify_workspace(requests, nodes), dtype=torch.uint8, device=device)
+        if d2t is not None and t2d is None:
+            t2d = _inverse(d2t, columns)
     if uniforms is not None:
         _ops.expect_tensor(op, "uniforms", uniforms, (torch.float32, torch.float64), 1)
     _ops.call(
@@ -177,6 +191,17 @@ def verify(
         *(output_token_ids, num_emitted, accepted_nodes, flags, logprobs),
     )
     return Verified(output_token_ids, num_emitted, accepted_nodes, flags, logprobs)
+
+
+def _inverse(d2t: Tensor, vocab: int) -> Tensor:
+    """[vocab] column of every target id, the first one of several; -1 where there is none."""
+    columns = torch.arange(d2t.shape[0], dtype=torch.int32, device=d2t.device)
+    ids = columns + d2t
+    none = torch.iinfo(torch.int32).max
+    ids = torch.where((ids >= 0) & (ids < vocab), ids, vocab)  # the spare entry behind the vocabulary
+    table = torch.full((vocab + 1,), none, dtype=torch.int32, device=d2t.device)
+    table.scatter_reduce_(0, ids.long(), columns, "amin")
+    return torch.where(table == none, -1, table)[:vocab]
 
 
 class Sampled(NamedTuple):

@@ -95,7 +95,7 @@ class Backend:
         return self.name
 
 
-def _backends() -> list[Backend]:
+def backends() -> list[Backend]:
     found = [Backend("cpu", "cpu", None)]
     if torch.cuda.is_available():
         found.append(Backend("cuda", "cuda", "native"))
@@ -117,14 +117,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     op = next(op for pattern, op in _SUITES if re.search(pattern, metafunc.module.__name__))
     emulated = cuda_on_cpu.BACKENDS
-    takes_part = [b for b in _backends() if b.name not in emulated or cuda_on_cpu.supports(op, b.name)]
-    if op == "tree_attention" and not metafunc.config.getoption("--long"):  # CI: tests/test_attention_triton.py
-        takes_part = [b for b in takes_part if not b.name.startswith("triton")]
+    takes_part = [b for b in backends() if b.name not in emulated or cuda_on_cpu.supports(op, b.name)]
+    if not metafunc.config.getoption(
+        "--long"
+    ):  # in CI: test_attention_triton.py, and test_cuda_*.py against the CPU op
+        bounded = {"tree_attention": ("triton_interpret", "triton_ptx"), "verify": emulated}.get(op, ())
+        takes_part = [b for b in takes_part if b.name not in bounded]
     metafunc.parametrize("backend", takes_part, ids=repr, indirect=True)
 
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest) -> Backend:
+    return request.param
+
+
+@pytest.fixture(params=[b for b in backends() if b.name in ("cuda", "emulated", "ptx")], ids=repr)
+def gpu(request: pytest.FixtureRequest) -> Backend:
+    """The paths that run CUDA sources, for tests that hold them to the CPU op."""
     return request.param
 
 

@@ -96,6 +96,31 @@ def draft_call() -> Call:
     return "draft_topk", [logits, None, 5, 1.0, 8200, poisoned(1, 5, dtype=torch.int32), poisoned(1, 5), poisoned(1)]
 
 
+def verify_call() -> Call:
+    """Two chains: row blocks, a walk by the last one, and two splits that share the row of the last token."""
+    logits = torch.randn(6, 2100, generator=torch.Generator().manual_seed(4))
+    tree = [ints([0, 3, 6]), ints([-1, 0, 1] * 2), ints([1, 2, -1] * 2), ints([-1] * 6), ints([0, 0])]
+    numbers = [torch.ones(2), None, None, None, torch.tensor([3, 4]), torch.tensor([0, 9]), None]
+    workspace = torch.zeros(_ops.workspace_size("verify", requests=2, nodes=6), dtype=torch.uint8)
+    inputs = [
+        logits,
+        ints([0, 7, 9] * 2),
+        *tree,
+        *numbers,
+        *[None] * 17,
+        "target_only",
+        2100,
+        3,
+        2,
+        "",
+        0.3,
+        0.09,
+        "eager",
+    ]
+    outputs = [poisoned(*shape, dtype=torch.int32) for shape in ((2, 3), (2,), (2, 3), (2,))]
+    return "verify", [*inputs, workspace, *outputs, None]
+
+
 SOUND = (expand_call, gather_call, plan_call, draft_call)  # shown on every schedule beside the kernels with bugs
 
 
@@ -141,6 +166,8 @@ BUGS = [
     Planted("counter_not_reset", 15, split_call, "result"),
     Planted("ticket_without_fence", 14, rerank_call, "report", r"race on global byte \d+ of 'workspace'.*of block \d+"),
     Planted("counter_not_reset", 15, rerank_call, "result"),
+    Planted("ticket_without_fence", 14, verify_call, "report", r"race on global byte \d+ of 'workspace'.*of block"),
+    Planted("counter_not_reset", 15, verify_call, "result"),
     Planted("missing_wait", 17, attention_call, "report", r"before its wait|never waited for"),
     Planted("shift_past_word", 18, tree_call, "result", path="ptx"),
     Planted("uninitialised_shared", 16, tree_call, "report", r"read of uninitialised shared memory.*tree_cuda"),

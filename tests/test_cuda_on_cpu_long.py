@@ -23,7 +23,7 @@ pytestmark = [
 ROOMS = {
     "tree": ("build_tree", ["tests/test_tree.py", "tests/test_tree_dynamic.py"], ""),
     "attention": ("tree_attention", ["tests/test_attention.py", "tests/test_cases_attention.py"], "TM or float64"),
-    "sampling": ("verify", ["tests/test_sampling_exact.py"], ""),
+    "sampling": ("verify", ["tests/test_cuda_rows.py", "tests/test_cuda_verify.py", "tests/test_cuda_drafts.py"], ""),
     "drafts": ("draft_topk", ["tests/test_draft_topk.py"], ""),
     "kv": ("commit_kv", ["tests/test_kv.py", "tests/test_kv_handover.py"], ""),
     "batching": ("pack_rows", ["tests/test_batching.py"], ""),

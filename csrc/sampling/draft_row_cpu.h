@@ -15,12 +15,8 @@ class DraftRow {
   // Returns its flags.
   int32_t open(int32_t row, bool whole, const void* next) {
     row_ = p_.draft.row(row);
-    FilterParams f = p_.draft_sampling.filters(b_);
-    bool plain = !is_greedy(f.temperature) && !(f.top_k > 0) && !(f.top_p < 1.0f) && !(f.min_p > 0.0f);
-    if (p_.draft_lse && plain && !whole && p_.draft_lse[row] == p_.draft_lse[row]) {
-      law_ = RowLaw{};
-      law_.set_temperature(f.temperature);
-      law_.log_mass = p_.draft_lse[row];
+    if (p_.has_stored_law(b_, row, whole)) {
+      law_ = p_.stored_law(b_, row);
       return 0;
     }
     law_ = laws_[row].owner == b_ ? laws_[row].law : draft_law_of(p_, b_, row, work_, next);

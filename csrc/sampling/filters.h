@@ -12,6 +12,24 @@ SPECDEC_HD int32_t distance_bin(float max, float logit, float scale) {
   return static_cast<int32_t>(y < kBins - 1 ? y : static_cast<float>(kBins - 1));
 }
 
+// Keys of the logits in a distance bin: bins fall as logits rise, so both ends are found by bisection.
+SPECDEC_HD uint32_t first_key_below(const RowLaw& law, int32_t limit, float scale) {  // smallest whose bin is under it
+  uint32_t a = order_key(-kInfLogit), b = order_key(law.max);
+#pragma unroll 1
+  while (a < b) {
+    uint32_t middle = a + (b - a) / 2;
+    if (distance_bin(law.max, order_value(middle), scale) < limit)
+      b = middle;
+    else
+      a = middle + 1;
+  }
+  return a;
+}
+SPECDEC_HD void bin_keys(const RowLaw& law, int32_t bin, float scale, uint32_t* low, uint32_t* high) {
+  *low = bin == kBins - 1 ? order_key(-kInfLogit) : first_key_below(law, bin + 1, scale);
+  *high = bin == 0 ? order_key(law.max) : first_key_below(law, bin, scale) - 1;
+}
+
 // A kept set is the shortest prefix of the total order whose mass reaches this (at least one token).
 // A token stays iff the mass before it is below top_p * total.
 SPECDEC_HD uint64_t top_p_budget(float top_p, uint64_t total) {
@@ -25,6 +43,7 @@ SPECDEC_HD float min_p_threshold(const RowLaw& law, float min_p) {
   if (!(min_p > 0.0f)) return -__builtin_huge_valf();
   float distance = min_p >= 1.0f ? 0.0f : static_cast<float>(log(static_cast<double>(min_p)));
   uint32_t low = order_key(-kInfLogit), high = order_key(law.max);
+#pragma unroll 1
   while (low < high) {
     uint32_t middle = low + (high - low) / 2;
     if (law.scaled(order_value(middle)) >= distance)

@@ -23,18 +23,23 @@ SPECDEC_HD uint32_t draft_salt(uint32_t path, int64_t step) {
   return h ^ (h >> 16);
 }
 
+// Word i of four, by comparisons: an index would send the words through memory on a GPU.
+SPECDEC_HD uint32_t word_of(const Philox& words, uint32_t i) {
+  return i == 0 ? words.word[0] : i == 1 ? words.word[1] : i == 2 ? words.word[2] : words.word[3];
+}
+
 // -log(-log1p(-u)), u the midpoint of the word's cell; a small word (a large value) takes a second word: 64-bit tail.
 SPECDEC_HD double gumbel(const NoiseKey& key, uint32_t token, uint32_t word) {
   double cell = 0.5;
   if (word < kTailWords) {
     Philox tail = draw(key.seed, key.position, key.purpose | kPurposeTail, token >> 2, key.salt);
-    cell = (tail.word[token & 3] + 0.5) * kWord;
+    cell = (word_of(tail, token & 3) + 0.5) * kWord;
   }
   return -log(-log1p(-(word + cell) * kWord));
 }
 SPECDEC_HD double gumbel(const NoiseKey& key, uint32_t token) {
   Philox words = draw(key.seed, key.position, key.purpose, token >> 2, key.salt);
-  return gumbel(key, token, words.word[token & 3]);
+  return gumbel(key, token, word_of(words, token & 3));
 }
 
 // A coin u in (0, 1) of 64 bits, kept as u (at most 1 - 2^-53) and as log u without rounding to 0 or 1.

@@ -4,6 +4,7 @@
 
 #include "args_cpu.h"
 #include "pick_cpu.h"
+#include "row_args.h"
 
 namespace specdec {
 namespace {
@@ -15,45 +16,30 @@ void sample_cpu(const Tensor& logits, const Tensor& temperature, const std::opti
                 const std::optional<Tensor>& bias_cu, const std::optional<Tensor>& bias_ids,
                 const std::optional<Tensor>& bias_values, int64_t vocab_size, std::string return_logprobs,
                 const Tensor& token_ids, const Tensor& flags, const std::optional<Tensor>& logprobs) {
-  constexpr char op[] = "sample";
-  RowSource rows = make_rows(op, "logits", logits, vocab_size, allowed, bias_cu, bias_ids, bias_values);
-  SamplingArgs sampling = check_sampling(op, temperature, top_k, top_p, min_p, seed, position, step);
-  int64_t R = rows.num_rows;
-  check_index(op, "row_requests", row_requests, {R});
-  check_index(op, "row_positions", row_positions, {R}, ScalarType::Long);
-  if (!row_requests && sampling.count != R)
-    fail(op, "row_requests", "given, as there are ", R, " rows and ", sampling.count, " requests, got none");
-  check_index(op, "token_ids", token_ids, {R});
-  check_index(op, "flags", flags, {R});
-  Logprobs wanted = parse_logprobs(op, return_logprobs, logprobs);
-  int64_t width = wanted == Logprobs::both ? 2 : 1;
-  if (wanted == Logprobs::both)
-    check_index(op, "logprobs", *logprobs, {R, 2}, ScalarType::Float);
-  else if (wanted != Logprobs::none)
-    check_index(op, "logprobs", *logprobs, {R}, ScalarType::Float);
-  RowOwners owners{data_or_null<int32_t>(row_requests), data_or_null<int64_t>(row_positions), sampling.count};
-  int32_t *ids_out = mutable_data<int32_t>(token_ids), *flags_out = mutable_data<int32_t>(flags);
-  float* logprobs_out = wanted == Logprobs::none ? nullptr : mutable_data<float>(*logprobs);
-  bool reported = wanted == Logprobs::processed || wanted == Logprobs::both;
-
-  torch::stable::parallel_for(0, R, 1, [&](int64_t begin, int64_t end) {
+  const SampleArgs args =
+      check_sample(logits, temperature, top_k, top_p, min_p, seed, position, step, row_requests, row_positions, allowed,
+                   bias_cu, bias_ids, bias_values, vocab_size, return_logprobs, token_ids, flags, logprobs);
+  const SamplingArgs& sampling = args.sampling;
+  const RowOwners& owners = args.owners;
+  const int64_t width = args.width();
+  torch::stable::parallel_for(0, args.rows.num_rows, 1, [&](int64_t begin, int64_t end) {
     Scratch& work = scratch();
     for (int64_t r = begin; r < end; r++) {
       int64_t b = owners.request(r);
       if (b < 0 || b >= sampling.count) {  // a row of no request: nothing is drawn
-        ids_out[r] = -1;
-        flags_out[r] = kFlagIndex;
-        if (logprobs_out)
-          for (int64_t i = 0; i < width; i++) logprobs_out[r * width + i] = 0.0f;
+        args.token_ids[r] = -1;
+        args.flags[r] = kFlagIndex;
+        if (args.logprobs)
+          for (int64_t i = 0; i < width; i++) args.logprobs[r * width + i] = 0.0f;
         continue;
       }
-      Row row = rows.row(r);
-      RowLaw law = row_law(row, sampling.filters(b), work, reported);
+      Row row = args.rows.row(r);
+      RowLaw law = row_law(row, sampling.filters(b), work, args.is_processed());
       NoiseKey key{sampling.seed[b], owners.positions ? owners.positions[r] : sampling.position[b], kPurposeEmit, 0};
       int32_t id = law.is_point ? law.argmax : pick_token(row, law, key);
-      ids_out[r] = id;
-      flags_out[r] = law.flags;
-      if (logprobs_out) write_logprobs(wanted, row, law, id, work, logprobs_out + r * width);
+      args.token_ids[r] = id;
+      args.flags[r] = law.flags;
+      if (args.logprobs) write_logprobs(args.wanted, row, law, id, work, args.logprobs + r * width);
     }
   });
 }

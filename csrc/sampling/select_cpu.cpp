@@ -132,23 +132,6 @@ void finish_in_range(const Row& row, RowLaw& law, Budget budget, uint32_t low, u
   finish_in_ties(row, law, budget, order_value(low), work);
 }
 
-// Keys of the logits in a distance bin: bins fall as logits rise, so both ends are found by bisection.
-void bin_keys(const RowLaw& law, int32_t bin, float scale, uint32_t* low, uint32_t* high) {
-  auto first_below = [&](int32_t limit) {  // smallest key whose bin is under `limit`
-    uint32_t a = order_key(-kInfLogit), b = order_key(law.max);
-    while (a < b) {
-      uint32_t middle = a + (b - a) / 2;
-      if (distance_bin(law.max, order_value(middle), scale) < limit)
-        b = middle;
-      else
-        a = middle + 1;
-    }
-    return a;
-  };
-  *low = bin == kBins - 1 ? order_key(-kInfLogit) : first_below(bin + 1);
-  *high = bin == 0 ? order_key(law.max) : first_below(bin) - 1;
-}
-
 // One pass: histogram over distance bins. `top_p` < 1 takes its budget from what the bins hold.
 void select_by_bins(const Row& row, RowLaw& law, Budget budget, float top_p, Scratch& work) {
   float scale = law.tau * kBinsPerUnit;

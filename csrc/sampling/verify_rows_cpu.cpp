@@ -3,13 +3,6 @@
 
 namespace specdec {
 
-int32_t draft_row_of(const VerifyParams& params, int64_t b, int64_t node) {
-  if (!params.draft.data) return -1;
-  int64_t row = params.draft_rows ? params.draft_rows[node] : node - b - 1;
-  if (row == -1) return -1;
-  return row >= 0 && row < params.draft.num_rows ? static_cast<int32_t>(row) : -2;
-}
-
 const void* row_to_come(const VerifyParams& params, int64_t row, bool is_draft) {
   const RowSource &to = is_draft ? params.draft : params.target, &other = is_draft ? params.target : params.draft;
   if (row < 0 || (other.data && (to.type != other.type || to.valid < other.valid))) return nullptr;
@@ -30,7 +23,7 @@ RowLaw target_law_of(const VerifyParams& params, int64_t b, int64_t node, Scratc
   }
   // A row that is only drawn from needs no mass: leaves, and every row of the coupled method.
   bool compared = params.first_child[node] >= 0 && params.method != Method::coupled;
-  bool reported = params.logprobs == Logprobs::processed || params.logprobs == Logprobs::both;
+  bool reported = params.is_processed();
   FilterParams filters = params.sampling.filters(b);
   if (params.tile_stats)
     return tiled_law(row, params.tile_stats + node * params.num_tiles * 2, filters, work, compared || reported);

@@ -73,7 +73,7 @@ class Walk {
       if (id == -1) continue;
       if (!in_range(id)) flags_ |= kFlagTokenRange;
       if (p_.method == Method::rejection || p_.method == Method::block) {
-        int32_t row = draft_row_of(p_, b_, begin_ + kid);
+        int32_t row = p_.draft_row_of(b_, begin_ + kid);
         if (row == -2) flags_ |= kFlagIndex;
         if (kind == -3) kind = row;
         if (row != kind) flags_ |= kFlagSiblings;
@@ -104,8 +104,7 @@ class Walk {
   const void* behind(int32_t node) const {
     int32_t kid = p_.first_child[begin_ + node];
     if (kid < 0) return row_to_come(p_, next_node_, false);
-    int32_t row =
-        p_.method == Method::rejection || p_.method == Method::block ? draft_row_of(p_, b_, begin_ + kid) : -1;
+    int32_t row = p_.method == Method::rejection || p_.method == Method::block ? p_.draft_row_of(b_, begin_ + kid) : -1;
     return row >= 0 ? row_to_come(p_, row, true) : row_to_come(p_, begin_ + kid, false);
   }
   const void* row_of_first_kid() const { return row_to_come(p_, begin_ + kids_[0], false); }

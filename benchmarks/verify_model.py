@@ -1,0 +1,80 @@
+"""What `verify` should take on a GPU, from bytes and latency alone: `python -m benchmarks.verify_model` prints a table.
+
+Written before any run on a GPU; benchmarks/on_gpu.py puts its figures beside measured ones. The floor is one read of
+the logits that the question needs (all target rows and, for drawn drafts, all draft rows) at the memory's bandwidth.
+Model of the kernels of csrc/sampling: a block of 256 threads keeps 3 loads of 16 bytes a thread on their way, an SM
+holds one (for its registers); a row is read twice (maximum, then mass: from L2 where the rows in work fit it), the row
+of the last token once more. No filters, no log-probabilities.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SHAPES = [(batch, nodes) for nodes in (6, 8, 64) for batch in (1, 8, 64)]  # chains of 5 and 7 drafts, trees of 64 nodes
+VOCABULARIES = (32_000, 128_256, 151_936, 262_144)
+EAGER_ROWS = 4  # a multiprocessor: verify_cuda.cu computes so many laws at once, or only those along the path
+
+
+@dataclass(frozen=True)
+class Device:
+    """An H200 as its data sheet has it; latencies are assumptions."""
+
+    bandwidth: float = 4.8e12
+    l2_bytes: float = 50e6
+    multiprocessors: int = 132
+    memory_latency: float = 0.8e-6
+    l2_latency: float = 0.35e-6
+    launch: float = 4e-6
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Bytes from memory and seconds of one call; `form` is what `form="auto"` takes."""
+
+    form: str
+    bytes: float
+    seconds: float
+    floor_bytes: float
+    floor_seconds: float
+
+
+def predict(batch: int, nodes: int, vocab: int, *, drawn: bool, visited: float = 4.5, element: int = 2,
+            device: Device = Device()) -> Prediction:  # fmt: skip
+    """A batch of trees of `nodes` rows; drawn: drafts have draft rows (chains); visited: rows along the path."""
+    row, in_flight = vocab * element, 3 * 16 * 256
+    first, again = row * device.memory_latency / in_flight, row * device.l2_latency / in_flight  # one block, one row
+    rows = batch * nodes + (batch * (nodes - 1) if drawn else 0)
+    floor = rows * row
+    resident = device.multiprocessors
+    if batch * nodes * (2 if drawn else 1) <= EAGER_ROWS * device.multiprocessors:
+        fits = min(resident, rows) * row <= device.l2_bytes
+        read = floor * (1 if fits else 2) + batch * row * (2 if drawn else 1) * (0 if fits else 1)
+        waves = -(-rows // resident)
+        last = again / min(16, max(1, resident // batch))
+        seconds = max(read / device.bandwidth, waves * (first + again) + last) + 2 * device.launch
+        return Prediction("eager", read, seconds, floor, floor / device.bandwidth)
+    path = min(visited, nodes)
+    read = batch * row * (2 * path - 1 if drawn else path)
+    waves = -(-batch // resident)
+    walk = (2 * path - 1 if drawn else path) * (first + again) + again
+    return Prediction("lazy", read, max(read / device.bandwidth, waves * walk) + device.launch, floor,
+                      floor / device.bandwidth)  # fmt: skip
+
+
+def table() -> str:
+    """Markdown: chains with draft rows, trees of deterministic drafts; bfloat16."""
+    lines = [
+        "| B | rows | V | form | read MB | predicted us | floor MB | floor us |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for batch, nodes in SHAPES:
+        for vocab in VOCABULARIES:
+            p = predict(batch, nodes, vocab, drawn=nodes < 64)
+            lines.append(f"| {batch} | {nodes} | {vocab} | {p.form} | {p.bytes / 1e6:.1f} | {p.seconds * 1e6:.0f} "
+                         f"| {p.floor_bytes / 1e6:.1f} | {p.floor_seconds * 1e6:.1f} |")  # fmt: skip
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())
