@@ -118,9 +118,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     op = next(op for pattern, op in _SUITES if re.search(pattern, metafunc.module.__name__))
     emulated = cuda_on_cpu.BACKENDS
     takes_part = [b for b in backends() if b.name not in emulated or cuda_on_cpu.supports(op, b.name)]
-    if not metafunc.config.getoption(
-        "--long"
-    ):  # in CI: test_attention_triton.py, and test_cuda_*.py against the CPU op
+    if not metafunc.config.getoption("--long"):  # CI: test_attention_triton.py; test_cuda_*.py against the CPU op
         bounded = {"tree_attention": ("triton_interpret", "triton_ptx"), "verify": emulated}.get(op, ())
         takes_part = [b for b in takes_part if b.name not in bounded]
     metafunc.parametrize("backend", takes_part, ids=repr, indirect=True)

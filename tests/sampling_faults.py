@@ -80,7 +80,7 @@ MUTANTS = {
         "acceptance.h", "return missing == 0.0 ? 1.0 : Z / (Z + missing);", "return 1.0 - missing;"
     ),
     "padded columns count in q": Mutant(
-        "verify_cpu.cpp", "if (params.draft.valid > params.target.valid) params.draft.valid = params.target.valid;", ""
+        "verify_args.h", "if (params.draft.valid > params.target.valid) params.draft.valid = params.target.valid;", ""
     ),
     "noise of the wrong position": Mutant(
         "walk_cpu.cpp", "p_.sampling.position[b_] + depth, purpose", "p_.sampling.position[b_], purpose"
