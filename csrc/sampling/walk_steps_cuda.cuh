@@ -52,6 +52,7 @@ struct WalkSteps : WalkState {
     passing.entropy_of = -1;
     for (int i = threadIdx.x; i < kLawWords; i += kRowThreads) s.laws[i] = 0;  // copies read the padding too
     for (int i = threadIdx.x; i < kStateWords; i += kRowThreads) s.waiting[i] = 0;
+    __syncthreads();  // a compiler may read ahead of the test that says whether there are laws
   }
   // A pass of the whole block over a row, during which the state waits.
   template <class Pass>
