@@ -1,0 +1,58 @@
+"""Triton twins of the sampling room against the CPU ops: the same laws bit for bit as compiled, closely interpreted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import specdec_kernels as sk
+from tests.conftest import Backend, backends
+from tests.cuda_paths import place
+from tests.sampling_helpers import bit_rows
+from tests.test_cuda_rows import FILTERS, INF, rows_of
+
+TRITON = [b for b in backends() if b.name.startswith("triton")]
+
+
+@pytest.fixture(params=TRITON, ids=repr)
+def twin(request: pytest.FixtureRequest) -> Backend:
+    return request.param
+
+
+def agree(twin: Backend, op: str, *arguments, **options) -> None:
+    """Equal outputs; the interpreter does not fuse, so its sums may differ by a part in 10^7."""
+    twin.require(op)
+    right = getattr(sk, op)(*arguments, **options, backend="native")
+    found = getattr(sk, op)(*(place(a, twin.device) for a in arguments), **options, **twin.kwargs)
+    for name, a, b in zip(right._fields, found, right, strict=True):
+        slack = 1e-6 if twin.name == "triton_interpret" and name in ("log_sum", "logprobs") else 0.0
+        torch.testing.assert_close(a, b, rtol=slack, atol=slack, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize(("kind", "V", "dtype"), [("ties", 131, torch.float32), ("faulty", 700, torch.bfloat16)])
+def test_filtered_rows(kind: str, V: int, dtype: torch.dtype, twin: Backend):
+    """A filter a row; rows with masks, biases and faults: the kept set and its sum."""
+    filters = FILTERS[::3]
+    R, edits = len(filters), {}
+    logits = rows_of(kind, R, V).to(dtype)
+    sampling = sk.Sampling.of(R, **{name: [f[name] for f in filters] for name in filters[0]})
+    if kind == "faulty":
+        edits["allowed"] = bit_rows([range(r % 2, V, 2) for r in range(R)], V)
+        edits["bias"] = (torch.arange(R + 1).int(), torch.randint(0, V, (R,)).int(), torch.randn(R) * 5)
+        edits["vocab_size"] = V - 3
+    agree(twin, "filter_rows", logits, sampling, **edits)
+
+
+def test_stats_of_rows(twin: Backend):
+    temperature = torch.tensor([1.0, 0.5, 2.0, 0.0, -1.0, 1e-3])
+    agree(twin, "row_stats", rows_of("faulty", 6, 700), temperature=temperature, vocab_start=320, vocab_size=900)
+
+
+def test_residual_weights(twin: Backend):
+    p, q = (torch.randn(3, 300).log_softmax(-1) for _ in range(2))
+    p[:, 7], q[:, 9], q[0, :100] = -INF, -INF, p[0, :100] - 1e-5
+    twin.require("residual_log_weights")
+    scale = torch.tensor([0.0, 0.7, -INF])
+    right = sk.residual_log_weights(p, q, scale, backend="native")
+    found = sk.residual_log_weights(*(place(x, twin.device) for x in (p, q, scale)), **twin.kwargs)
+    torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-6)
