@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import specdec_kernels as sk
+from tests import test_cuda_drafts
 from tests.conftest import Backend, backends
 from tests.cuda_paths import place
-from tests.sampling_helpers import bit_rows
+from tests.sampling_helpers import bit_rows, ints, sampling_tensors
 from tests.test_cuda_rows import FILTERS, INF, rows_of
 
 TRITON = [b for b in backends() if b.name.startswith("triton")]
@@ -25,7 +26,7 @@ def agree(twin: Backend, op: str, *arguments, **options) -> None:
     right = getattr(sk, op)(*arguments, **options, backend="native")
     found = getattr(sk, op)(*(place(a, twin.device) for a in arguments), **options, **twin.kwargs)
     for name, a, b in zip(right._fields, found, right, strict=True):
-        slack = 1e-6 if twin.name == "triton_interpret" and name in ("log_sum", "logprobs") else 0.0
+        slack = 1e-6 if twin.name == "triton_interpret" and name in ("log_sum", "log_probs", "lse") else 0.0
         torch.testing.assert_close(a, b, rtol=slack, atol=slack, msg=lambda m, name=name: f"{name}: {m}")
 
 
@@ -56,3 +57,29 @@ def test_residual_weights(twin: Backend):
     right = sk.residual_log_weights(p, q, scale, backend="native")
     found = sk.residual_log_weights(*(place(x, twin.device) for x in (p, q, scale)), **twin.kwargs)
     torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["target_only", "rejection"])
+def test_probabilities(method: str, twin: Backend):
+    """The CUDA paths' cases: chains and trees, faults, coins on both sides; offsets outside the batch."""
+    test_cuda_drafts.test_probabilities(method, twin)
+    test_cuda_drafts.test_offsets_outside_the_batch(twin)
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_siblings_in_draw_order(coupled: bool, twin: Backend):
+    """Filters, greedy and dead rows, rows of nobody, more siblings than tokens; coupled: behind d2t."""
+    R, V = 8, 300
+    logits = torch.randn(R, V) * 2
+    logits[3], logits[4, 2:], logits[5, 7] = -INF, -INF, float("nan")
+    sampling = sampling_tensors(
+        4, temperature=[1.0, 0.0, 0.7, 3.0], top_k=[0, 0, 4, 0], top_p=[1.0, 1.0, 1.0, 0.6], seed=[5, 6, -7, 2**40],
+        step=[0, 1, 2, 3],
+    )  # fmt: skip
+    options = dict(
+        row_requests=ints([0, 1, 2, 0, 0, 3, 4, 2]), row_positions=torch.arange(R) * 2**33,
+        row_paths=torch.arange(R).int() * 7, coupled=coupled, vocab_size=310 if coupled else 280,
+    )  # fmt: skip
+    if coupled:
+        options["d2t"] = torch.randint(-3, 40, (V,), dtype=torch.int32)
+    agree(twin, "draft_sample", logits, 5, sampling, **options)
