@@ -91,9 +91,14 @@ class Kernel:
         ]
         return max(inner, key=lambda loop: loop.end - loop.start, default=None)
 
-    def occupancy(self, threads: int, dynamic_shared: int) -> tuple[int, str]:
-        """(blocks an SM, what limits them), as NVIDIA's occupancy calculator counts."""
+    def occupancy(self, threads: int, dynamic_shared: int | dict[str, int]) -> tuple[int, str]:
+        """(blocks an SM, what limits them), as NVIDIA's occupancy calculator counts. (0, "absent") where the bytes of
+        shared memory are given by architecture and not for this one: the variant does not fit there."""
         sm = _SM[int(self.arch.rstrip("a"))]
+        if isinstance(dynamic_shared, dict):
+            if self.arch not in dynamic_shared:
+                return 0, "absent"
+            dynamic_shared = dynamic_shared[self.arch]
         warps, shared = -(-threads // 32), self.static_shared + dynamic_shared
         if shared > sm.shared_per_block:
             return 0, "shared memory of a block"

@@ -126,7 +126,10 @@ def tree_attention(
       sinks: [Hq] float32: one more logit a head, of value 0. Not part of `lse`.
       k_scale, v_scale: float32 [1] or [Hkv]: factors of the stored keys and values.
       request_order: int32: handle only these requests, in this order.
-      plan, workspace: for backends that need them (`workspace_size`); the CPU needs neither.
+      plan: of `plan_tree_attention`, made this step from the same `context_lens`, `cu_nodes` and `request_order`;
+        shared by all layers of one shape. None: the GPU kernel plans for itself. The CPU op does not use it.
+      workspace: `workspace_size("tree_attention", ...)` zero bytes, left zero; None: allocated here where it is needed.
+        The CPU op needs none.
       num_splits: KV chunks a request and head; 0: chosen from the shapes.
       batch_invariant: fixed chunks and order of summation: a row's bits do not depend on what else is in the batch.
       out: [N, Hq, Dv] of q's dtype to write to.
@@ -180,8 +183,9 @@ def tree_attention(
             _ops.expect(op, "positions", positions is not None, "a tensor (a window over a tree needs depths)", None)
             unknown = "None with a window over a tree (earlier slots have no depth here)"
             _ops.expect(op, "query_start", query_start is None, unknown, "a tensor")
-    if plan is not None and q.device.type == "cpu":
-        raise NotImplementedError(f"{op}: plan: expected None on cpu (plan_tree_attention is not built there)")
+    if plan is not None:
+        order = batch if request_order is None else request_order.shape[0]
+        _index(op, "plan", plan, (_plan_fields(order),))
     shape = (num_rows, num_q_heads, dims[1])
     if out is None:
         out = q.new_zeros(shape) if request_order is not None else q.new_empty(shape)
@@ -192,8 +196,16 @@ def tree_attention(
     _same_device(
         op, q.device, k_cache=k_cache, v_cache=v_cache, page_table=page_table, context_lens=context_lens,
         cu_nodes=cu_nodes, tree_mask=tree_mask, query_start=query_start, causal=causal, positions=positions,
-        request_order=request_order, sinks=sinks, k_scale=k_scale, v_scale=v_scale, workspace=workspace, out=out,
+        request_order=request_order, sinks=sinks, k_scale=k_scale, v_scale=v_scale, plan=plan, workspace=workspace,
+        out=out,
     )  # fmt: skip
+    native_cpu = q.device.type == "cpu" and backend in (None, "native")
+    if workspace is None and not native_cpu and num_splits != 1 and not batch_invariant:
+        bytes_needed = _workspace_bytes(
+            batch=batch, max_nodes=max_nodes, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+            v_dim=dims[1], num_splits=num_splits,
+        )  # fmt: skip
+        workspace = q.new_zeros(bytes_needed, dtype=torch.uint8)
     lse = None
     if return_lse:
         lse = q.new_full((num_rows, num_q_heads), float("-inf"), dtype=torch.float32)
@@ -321,6 +333,90 @@ def merge_attention(
     return AttentionOutput(out, lse)
 
 
-def plan_tree_attention(*args: object, **kwargs: object) -> torch.Tensor:
-    """Device-side planner of `tree_attention`: not built. Pass `plan=None`; each call plans for itself."""
-    raise NotImplementedError("plan_tree_attention: not built on any backend; call tree_attention with plan=None")
+def _plan_fields(num_order: int) -> int:
+    """int32 fields of a plan: header, first unit of each request and one more, units of each request's items."""
+    return 8 + 2 * num_order + 1
+
+
+@torch.compiler.assume_constant_result
+def _multiprocessors() -> int:
+    """Of the current GPU; without one, of the CUDA-on-CPU runtime."""
+    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 4
+
+
+def _workspace_bytes(
+    *, batch: int = 1, max_nodes: int = 1, num_q_heads: int = 1, num_kv_heads: int = 1, head_dim: int = 128,
+    v_dim: int | None = None, num_splits: int = 0, num_workers: int = 0, total_nodes: int = 0,
+) -> int:  # fmt: skip
+    """Two partial results (outputs, maxima, sums of a row tile) and a counter for each worker, and a plan."""
+    rows = max_nodes * (num_q_heads // max(num_kv_heads, 1))
+    widths = [16, 32, 64, 128] if head_dim in (64, 128) else [64]
+    tile = next((width for width in widths if rows <= width), widths[-1])
+    items = batch * num_kv_heads * -(-rows // tile)
+    workers = max(num_workers or 2 * _multiprocessors(), items * num_splits)
+    return 512 + 4 * _plan_fields(batch) + workers * (4 + 8 * tile * ((v_dim or head_dim) + 2))
+
+
+_ops.register_workspace("tree_attention", _workspace_bytes)
+
+
+def plan_tree_attention(
+    context_lens: torch.Tensor,
+    cu_nodes: torch.Tensor,
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_nodes: int,
+    window: int = -1,
+    request_order: torch.Tensor | None = None,
+    num_workers: int = 0,
+    batch_invariant: bool = False,
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """How one step's attention is spread over the GPU: made on the device, once for all layers of one shape.
+
+    The batch's key tiles lie on one line, which is cut into equal shares, one a thread block that stays; an item (row
+    tile of a head of a request) that a cut falls into is split along its keys. Nothing is read on the host, so the call
+    is captured in a graph and follows the lengths of each replay. A plan made from other lengths costs balance only;
+    one made from other `cu_nodes`, heads or `max_nodes` does not fit.
+
+    Args:
+      context_lens: [B] int32; cu_nodes: [B + 1] int32; request_order: int32 or None: as in `tree_attention`.
+      num_q_heads, num_kv_heads, head_dim, max_nodes, window: of the calls that will use the plan.
+      num_workers: thread blocks; 0: two a multiprocessor. `workspace_size` takes the same number.
+      batch_invariant: for calls with `batch_invariant=True`: items are not split.
+      out: [9 + 2 n] int32 to write to, n the length of `request_order` or B.
+
+    Returns:
+      plan [9 + 2 n] int32, in a layout of its own (csrc/attention/plan.h).
+
+    Raises:
+      TypeError, ValueError: `plan_tree_attention: argument: expected X, got Y`, before anything is written.
+
+    Source: the tile scheduler of FlashMLA (2025), as one prefix sum.
+    """
+    op = "plan_tree_attention"
+    _ops.expect_tensor(op, "context_lens", context_lens, torch.int32, 1)
+    batch = context_lens.shape[0]
+    _index(op, "context_lens", context_lens, (batch,))
+    _index(op, "cu_nodes", cu_nodes, (batch + 1,))
+    _index(op, "request_order", request_order, (None,))
+    ok = num_kv_heads > 0 and num_q_heads > 0 and num_q_heads % num_kv_heads == 0
+    _ops.expect(op, "num_q_heads", ok, f"a multiple of {num_kv_heads} KV heads", num_q_heads)
+    dims = sorted({head for head, _ in HEAD_DIMS})
+    _ops.expect(op, "head_dim", head_dim in dims, f"one of {dims}", head_dim)
+    _ops.expect(op, "max_nodes", max_nodes >= 0, "a bound >= 0", max_nodes)
+    _ops.expect(op, "window", window >= -1, "a length, or -1 for none", window)
+    _ops.expect(op, "num_workers", num_workers >= 0, "a count >= 0", num_workers)
+    fields = _plan_fields(batch if request_order is None else request_order.shape[0])
+    if out is None:
+        out = context_lens.new_empty(fields)
+    _index(op, "out", out, (fields,))
+    _same_device(op, context_lens.device, cu_nodes=cu_nodes, request_order=request_order, out=out)
+    _ops.call(
+        op, backend, context_lens.device, context_lens, cu_nodes, request_order, num_q_heads, num_kv_heads, head_dim,
+        max_nodes, window, num_workers, batch_invariant, out,
+    )  # fmt: skip
+    return out

@@ -78,6 +78,11 @@ def _tree_attention(B: int, strided: bool) -> Sample:
     )
 
 
+def _plan_tree_attention(B: int, strided: bool) -> Sample:
+    shape = dict(num_q_heads=HEADS_Q, num_kv_heads=HEADS_KV, head_dim=64, max_nodes=NODES, num_workers=6)
+    return (lambda L, cu: sk.plan_tree_attention(L, cu, **shape)), [context(B), offsets(B)]
+
+
 def _write_kv(B: int, strided: bool) -> Sample:
     k, v = (view(torch.randn(B * NODES, HEADS_KV, DIM), strided) for _ in range(2))
     slots = torch.arange(B * NODES, dtype=torch.int32) % (PAGES * PAGE)

@@ -54,7 +54,7 @@ def attention_call(num_splits: int = 1) -> Call:
     order = torch.randperm(pages, generator=generator).tolist()
     table = ints([*order[:14], *order[14:], *[-1] * 8]).view(2, 14)
     mask = ints([(1 << (i % 8)) | 1 | (6 if i % 3 else 0) for i in range(nodes)]).view(nodes, 1)
-    workspace = torch.zeros(1 << 18, dtype=torch.uint8) if num_splits > 1 else None
+    workspace = torch.zeros(1 << 18, dtype=torch.uint8) if num_splits != 1 else None
     inputs = [values(nodes, 4, 64), values(pages, 16, 2, 64), values(pages, 16, 2, 64), table, ints([200, 64]),
               ints([0, 8, 11]), mask, *[None] * 8, 8, 0.125, 0.0, -1, "NHD", num_splits, False]  # fmt: skip
     return "tree_attention", [*inputs, workspace, poisoned(nodes, 4, 64, dtype=torch.bfloat16), poisoned(nodes, 4)]
@@ -62,6 +62,11 @@ def attention_call(num_splits: int = 1) -> Call:
 
 def split_call() -> Call:
     return attention_call(2)
+
+
+def planned_call() -> Call:
+    """Splits after the plan that the call makes for itself."""
+    return attention_call(0)
 
 
 def rerank_call() -> Call:
@@ -155,15 +160,17 @@ BUGS = [
     ),
     Planted("uninitialised_output", 9, tree_call, "result"),
     Planted(
-        "wait_group_off_by_one", 10, attention_call, "report", r"cp\.async destination before its wait.*attention_mma"
+        "wait_group_off_by_one", 10, attention_call, "report", r"cp\.async destination before its wait.*attention_"
     ),
-    Planted(
-        "refill_too_early", 11, attention_call, "report", r"race on shared byte.*attention_mma|in flight.*attention_mma"
-    ),
+    Planted("refill_too_early", 11, attention_call, "report", r"race on shared byte.*attention_|in flight.*attention_"),
     Planted("swapped_mma_operands", 12, attention_call, "result", path="ptx"),
     Planted("wrong_ldmatrix_address", 13, attention_call, "result"),
     Planted("ticket_without_fence", 14, split_call, "report", r"race on global byte \d+ of 'workspace'.*of block \d+"),
     Planted("counter_not_reset", 15, split_call, "result"),
+    Planted(
+        "ticket_without_fence", 14, planned_call, "report", r"race on global byte \d+ of 'workspace'.*of block \d+"
+    ),
+    Planted("counter_not_reset", 15, planned_call, "result"),
     Planted("ticket_without_fence", 14, rerank_call, "report", r"race on global byte \d+ of 'workspace'.*of block \d+"),
     Planted("counter_not_reset", 15, rerank_call, "result"),
     Planted("ticket_without_fence", 14, verify_call, "report", r"race on global byte \d+ of 'workspace'.*of block"),
@@ -176,7 +183,7 @@ BUGS = [
 
 # What path B runs in this library: one bug a file, compiled in by nvcc, and the kernel that the bug's call launches.
 ON_PATH_B = {
-    "attention_cuda": (12, "(mma_kernel|clear_tail_kernel).*BFloat16.*(Li1E|EvN)"),
+    "attention_bfloat16_cuda": (12, "mma_kernel.*Li16E"),
     "tree_cuda": (18, "build_tree"),
 }
 

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import static_report
 from benchmarks.static_report import Kernel, budget_of, budgets
+from tests import sass_lines
 from tests.cuda_on_cpu import build
 
 pytestmark = pytest.mark.skipif(
@@ -26,7 +27,7 @@ def faults(kernel: Kernel, budget: dict) -> list[str]:
     if kernel.static_shared > budget["static_shared"]:
         found.append(f"{kernel.static_shared} bytes of static shared memory, budget {budget['static_shared']}")
     blocks, limit = kernel.occupancy(budget["threads"], budget["dynamic_shared"])
-    if blocks < budget["blocks_per_sm"]:
+    if blocks < budget["blocks_per_sm"] and limit != "absent":
         found.append(f"{blocks} blocks an SM (limited by {limit}), budget {budget['blocks_per_sm']}")
     loop = kernel.main_loop.mix if kernel.main_loop else {}
     for mix, bounds, where in ((kernel.mix, budget, ""), (loop, budget.get("main_loop", {}), " in the main loop")):
@@ -53,6 +54,40 @@ def test_every_kernel_is_within_its_budget(arch: str):
         else:
             broken += [f"{kernel.name} on sm_{arch}: {fault}" for fault in faults(kernel, budget)]
     assert not broken, "\n".join(broken)
+
+
+ATTENTION = build.ROOT / "csrc" / "attention" / "attention_bfloat16_cuda.cu"
+
+
+@pytest.mark.parametrize("arch", ["80", pytest.param("90a", marks=pytest.mark.long)])
+def test_context_tiles_hold_no_mask_instruction(arch: str):
+    """Of the two copies of the tile step in each kernel, one holds no instruction of the mask; the other few a row."""
+    kernels = sass_lines.instructions_of(static_report.build_cubin(ATTENTION, arch, few=True))
+    code = {name: kernel for name, kernel in kernels.items() if "mma_kernel" in name}
+    assert len(code) == 4
+    for name, instructions in code.items():
+        context, masked = sass_lines.mask_instructions(instructions)
+        rows = int(name.split("Li")[-1].split("E")[0])
+        row_tiles = rows // 16 if rows <= 32 else rows // 64  # of a warp
+        limit = MASK_COST[rows] * row_tiles
+        assert context == 0, f"{name}: {context} mask instructions on context tiles"
+        assert 0 < masked <= limit, f"{name}: {masked} instructions hide keys, at most {limit}"
+
+
+# Instructions a row tile of 16 that hide keys: two an element a thread holds (a bit test and a select), some shifts.
+MASK_COST = {16: 24, 32: 24, 64: 80, 128: 48}
+
+
+def test_mask_instructions_are_found_where_they_are():
+    """Negative control: code with one more of them at either end of the products has them in both copies."""
+    kernels = sass_lines.instructions_of(static_report.build_cubin(ATTENTION, "80", few=True))
+    code = next(kernel for name, kernel in kernels.items() if "mma_kernel" in name)
+    lines = sass_lines.lines_of_function(ATTENTION.with_name("attention_step.cuh"), "hide_keys")
+    mask = next(one for one in code if one.file == "attention_step.cuh" and one.line in lines)
+    products = [i for i, one in enumerate(code) if one.name.startswith("HMMA")]
+    first, last = products[0], products[-1]
+    faulty = [*code[: first + 1], mask, *code[first + 1 : last], mask, *code[last:]]
+    assert sass_lines.mask_instructions(faulty)[0] == 1
 
 
 def test_every_number_has_its_reason():

@@ -159,7 +159,7 @@ void tree_attention_cpu(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_ta
   if (tree_mask && !causal && max_nodes > 32 * tree_mask->size(1))
     fail(kOp, "tree_mask", (max_nodes + 31) / 32, " words a row for max_nodes ", max_nodes, ", got ",
          shape_text(*tree_mask));
-  if (plan) fail(kOp, "plan", "None on the CPU, got a tensor");
+  check_index(kOp, "plan", plan, {kAny});  // how GPU blocks share the work; threads here draw items from a counter
   check_range(kOp, "num_splits", num_splits, 0, 1 << 20);
 
   p.kernels = &choose_kernels(p.q_element);

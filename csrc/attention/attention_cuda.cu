@@ -1,14 +1,14 @@
 // tree_attention on the GPU: checks, choice of the kernel, launch.
 //
-//   bfloat16, float16 caches with 16-byte rows and a compiled head dim   attention_mma.cuh, 16 or 32 rows a block
-//   everything else                                                      attention_simt.cuh, one warp a row
+//   bfloat16, float16 queries with 16-byte rows and a compiled head dim   attention_mma.cuh, 16 to 128 rows a block
+//   everything else                                                       attention_simt.cuh, one warp a row
 //
-// A workspace (bytes, zeroed once) allows splits of the KV length: int32 tickets first, left zero by every call, then
-// the partial results. Without one, or with batch_invariant, a row is summed by one block, tile after tile.
-#include "attention_mma.cuh"
-#include "attention_simt.cuh"
+// A workspace (bytes, zeroed once, left zero by every call) allows splits of the KV length: a plan of this call's own,
+// counters, partial results (docs/attention.md). Without one, or with batch_invariant, a row is summed by one block,
+// tile after tile.
+#include "attention/attention_launch.h"
+#include "attention/attention_simt.cuh"
 #include "common/dispatch.h"
-#include "common/launch.cuh"
 
 namespace specdec {
 
@@ -24,51 +24,53 @@ static const float* scale_of(const char* argument, const std::optional<Tensor>& 
   return data<float>(*scale);
 }
 
-// Splits that the workspace holds and the machine can use; also places tickets and partials in it.
-static void plan_splits(AttentionParams& p, const std::optional<Tensor>& workspace, int64_t wanted, int64_t rows,
-                        int64_t multiprocessors) {
+// Places the call's plan, tickets and partial results in the workspace.
+static void lay_out_workspace(AttentionParams& p, const Tensor& workspace, int tile_rows) {
+  const int64_t bytes = workspace.numel() * static_cast<int64_t>(workspace.element_size());
+  const int64_t plan_bytes = ceil_div(kPlanHeader + 2 * int64_t{p.num_order} + 1, 32) * 128;
+  const int64_t pair = 2 * 4 * int64_t{tile_rows} * (p.v_dim + 2), room = bytes - plan_bytes - 256;  // 256: alignment
+  p.slot_pairs = room < pair ? 0 : room / (pair + 4);
+  char* base = mutable_data<char>(workspace);
+  base += (16 - reinterpret_cast<intptr_t>(base) % 16) % 16;
+  p.own_plan = reinterpret_cast<int32_t*>(base);
+  p.tickets = reinterpret_cast<int32_t*>(base + plan_bytes);
+  p.slots = reinterpret_cast<float*>(base + plan_bytes + ceil_div((p.slot_pairs + 1) * 4, 16) * 16);
+}
+
+// How the call's items are spread: the caller's plan, a plan made here, a fixed number of parts, or one block an item.
+// Returns the grid.
+static int64_t schedule(AttentionParams& p, const std::optional<Tensor>& plan, int64_t num_splits, int tile_rows,
+                        const MachineLimits& machine, Stream stream) {
+  const int64_t items = int64_t{p.num_order} * p.num_kv_heads * p.row_tiles;
+  const int64_t workers = default_workers(machine, p.head_dim, tile_rows);
+  int32_t* const own_plan = p.own_plan;
+  p.own_plan = nullptr;
   p.num_splits = 1;
-  if (!workspace) return;
-  const int64_t tiles = int64_t{p.num_order} * p.num_kv_heads * p.row_tiles;
-  const int64_t ticket_bytes = (tiles * 4 + 127) / 128 * 128, split_bytes = tiles * rows * (p.v_dim + 2) * 4;
-  const int64_t bytes = workspace->numel() * static_cast<int64_t>(workspace->element_size());
-  const int64_t room = tiles ? (bytes - ticket_bytes) / (split_bytes ? split_bytes : 1) : 0;
-  const int64_t most_tiles = (p.max_pages * p.page_size + kTileKeys - 1) / kTileKeys;
-  if (wanted == 0) {  // fill the machine twice, but not with crumbs
-    wanted = tiles ? (2 * multiprocessors + tiles - 1) / tiles : 1;
-    if (wanted > most_tiles / kMinSplitTiles) wanted = most_tiles / kMinSplitTiles;
+  if (plan) {
+    p.plan = data<int32_t>(*plan);
+    return workers;
   }
-  if (wanted > most_tiles) wanted = most_tiles;
-  if (wanted > room) wanted = room;
-  if (wanted < 2) return;
-  p.num_splits = static_cast<int32_t>(wanted);
-  char* base = mutable_data<char>(*workspace);
-  p.tickets = reinterpret_cast<int32_t*>(base);
-  p.partials = reinterpret_cast<float*>(base + ticket_bytes);
-}
-
-template <class T, int D, int DV, int kRowTiles>
-static void launch_mma(const AttentionParams& p, Stream stream) {
-  constexpr int bytes = MmaTile<D, DV, kRowTiles>::kBytes;
-  allow_shared_memory(reinterpret_cast<const void*>(&tree_attention_mma_kernel<T, D, DV, kRowTiles>), bytes);
-  const dim3 grid(static_cast<unsigned>(p.row_tiles * p.num_splits), static_cast<unsigned>(p.num_kv_heads),
-                  static_cast<unsigned>(p.num_order));
-  SPECDEC_LAUNCH((tree_attention_mma_kernel<T, D, DV, kRowTiles>), grid, dim3(kMmaThreads), bytes, stream, p);
-}
-
-// False where no tensor-core kernel was compiled for the head dims.
-template <class T>
-static bool launch_mma_dims(const AttentionParams& p, int rows, Stream stream) {
-  const bool wide = rows == 32;
-  auto is = [&](int d, int dv) { return p.head_dim == d && p.v_dim == dv; };
-  if (is(64, 64)) return wide ? launch_mma<T, 64, 64, 2>(p, stream) : launch_mma<T, 64, 64, 1>(p, stream), true;
-#if !defined(SPECDEC_FEW_INSTANCES)  // CI runs one head dim on the CPU; the template is the same
-  if (is(80, 80)) return wide ? launch_mma<T, 80, 80, 2>(p, stream) : launch_mma<T, 80, 80, 1>(p, stream), true;
-  if (is(96, 96)) return wide ? launch_mma<T, 96, 96, 2>(p, stream) : launch_mma<T, 96, 96, 1>(p, stream), true;
-  if (is(128, 128)) return wide ? launch_mma<T, 128, 128, 2>(p, stream) : launch_mma<T, 128, 128, 1>(p, stream), true;
-  if (is(192, 128) && !wide) return launch_mma<T, 192, 128, 1>(p, stream), true;
-#endif
-  return false;
+  if (p.batch_invariant || num_splits == 1 || p.slot_pairs < 2) return items;
+  if (num_splits > 1) {
+    const int64_t most = p.slot_pairs / (items ? items : 1);
+    p.num_splits = static_cast<int32_t>(num_splits < most ? num_splits : most > 1 ? most : 1);
+    return items * p.num_splits;
+  }
+  PlanParams own = {};
+  own.context_lens = p.context_lens;
+  own.cu_nodes = p.cu_nodes;
+  own.request_order = p.request_order;
+  own.num_requests = p.num_requests;
+  own.num_order = p.num_order;
+  own.kv_heads = p.num_kv_heads;
+  own.group = p.group;
+  own.tile_rows = tile_rows;
+  own.workers = static_cast<int32_t>(workers < p.slot_pairs ? workers : p.slot_pairs);
+  own.window = p.window;
+  own.plan = own_plan;
+  launch_plan(own, stream);
+  p.plan = p.own_plan = own_plan;
+  return own.workers;
 }
 
 template <class T, class KV>
@@ -78,30 +80,46 @@ static void launch_simt(const AttentionParams& p, int64_t rows, Stream stream) {
   SPECDEC_LAUNCH((tree_attention_simt_kernel<T, KV>), grid, dim3(32 * kSimtWarps), 0, stream, p);
 }
 
-// 16-byte copies need aligned rows in both caches and q.
-static bool aligned_rows(const AttentionParams& p) {
+// 16-byte copies need aligned rows in both caches and q; outputs are stored in units of up to 8 bytes.
+static bool aligned_rows(const AttentionParams& p, int64_t kv_size) {
   int64_t bits =
       reinterpret_cast<int64_t>(p.q) | reinterpret_cast<int64_t>(p.k_cache) | reinterpret_cast<int64_t>(p.v_cache);
-  for (int64_t stride : {p.q_stride_n, p.q_stride_h, p.k_stride_page, p.k_stride_row, p.k_stride_head, p.v_stride_page,
-                         p.v_stride_row, p.v_stride_head})
-    bits |= stride * 2;
-  return bits % 16 == 0;
+  for (int64_t stride :
+       {p.k_stride_page, p.k_stride_row, p.k_stride_head, p.v_stride_page, p.v_stride_row, p.v_stride_head})
+    bits |= stride * kv_size;
+  for (int64_t stride : {p.q_stride_n, p.q_stride_h}) bits |= stride * 2;
+  const int64_t out_bits = reinterpret_cast<int64_t>(p.out) | p.out_stride_n * 2 | p.out_stride_h * 2;
+  return bits % 16 == 0 && out_bits % 8 == 0;
 }
 
 template <class T>
-static void run(AttentionParams& p, ScalarType kv_dtype, ScalarType q_dtype, int64_t max_nodes,
-                const std::optional<Tensor>& workspace, int64_t num_splits, int64_t multiprocessors, Stream stream) {
-  SPECDEC_LAUNCH((clear_tail_kernel<T>), dim3(1), dim3(32 * kSimtWarps), 0, stream, p);
-  const int64_t most_rows = max_nodes * p.group;
-  if (p.num_order == 0 || most_rows == 0) return;
-  if constexpr (!std::is_same_v<T, float>) {
-    const int rows = most_rows > 16 && p.head_dim <= 128 ? 32 : 16;
-    p.row_tiles = static_cast<int32_t>((most_rows + rows - 1) / rows);
-    if (kv_dtype == q_dtype && aligned_rows(p)) {
-      plan_splits(p, workspace, num_splits, rows, multiprocessors);
-      if (launch_mma_dims<T>(p, rows, stream)) return;
+static bool launch_mma(const AttentionParams& p, const MmaLaunch& launch, bool float8) {
+  if constexpr (std::is_same_v<T, BFloat16>)
+    return float8 ? launch_mma_bfloat16_float8(p, launch) : launch_mma_bfloat16(p, launch);
+  else if constexpr (std::is_same_v<T, Half>)
+    return float8 ? launch_mma_float16_float8(p, launch) : launch_mma_float16(p, launch);
+  return false;
+}
+
+template <class T>
+static void run(AttentionParams& p, ScalarType kv_dtype, int64_t max_nodes, const std::optional<Tensor>& plan,
+                const std::optional<Tensor>& workspace, int64_t num_splits, const Tensor& q) {
+  const Stream stream = current_stream(q);
+  const bool float8 = kv_dtype == ScalarType::Float8_e4m3fn || kv_dtype == ScalarType::Float8_e5m2;
+  const int64_t most_rows = (p.causal && p.num_rows > max_nodes ? p.num_rows : max_nodes) * p.group;
+  if (p.num_order > 0 && most_rows > 0 && !std::is_same_v<T, float> && aligned_rows(p, float8 ? 1 : 2)) {
+    const MachineLimits machine = machine_limits(q);
+    const int rows = choose_tile_rows(p.head_dim, max_nodes * p.group, p.batch_invariant, machine.shared_block);
+    if (rows > 0 && p.v_dim == (p.head_dim == 192 ? 128 : p.head_dim)) {
+      p.row_tiles = static_cast<int32_t>(ceil_div(most_rows, rows));
+      p.e5m2 = kv_dtype == ScalarType::Float8_e5m2;
+      if (workspace) lay_out_workspace(p, *workspace, rows);
+      const int64_t blocks = schedule(p, plan, num_splits, rows, machine, stream);
+      if (launch_mma<T>(p, {rows, blocks, machine, stream}, float8)) return;
     }
   }
+  SPECDEC_LAUNCH((clear_tail_kernel<T>), dim3(1), dim3(32 * kSimtWarps), 0, stream, p);
+  if (p.num_order == 0 || most_rows == 0) return;
   switch (kv_dtype) {
     case ScalarType::Float8_e4m3fn: return launch_simt<T, Float8E4M3>(p, most_rows, stream);
     case ScalarType::Float8_e5m2: return launch_simt<T, Float8E5M2>(p, most_rows, stream);
@@ -170,7 +188,7 @@ void tree_attention_cuda(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_t
   if (tree_mask && !causal && max_nodes > 32 * tree_mask->size(1))
     fail(op, "tree_mask", (max_nodes + 31) / 32, " words a row for max_nodes ", max_nodes, ", got ",
          shape_text(*tree_mask));
-  if (plan) fail(op, "plan", "None (no planner in this build), got a tensor");
+  check_index(op, "plan", plan, {kPlanHeader + 2 * (request_order ? request_order->size(0) : p.num_requests) + 1});
   check_range(op, "num_splits", num_splits, 0, 1 << 20);
 
   p.q = data<char>(q);
@@ -204,15 +222,12 @@ void tree_attention_cuda(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_t
   p.softmax_scale = static_cast<float>(softmax_scale);
   p.softcap = static_cast<float>(softcap);
   p.window = window < 0 || window > 2147483647 ? -1 : static_cast<int32_t>(window);
-  p.row_tiles = p.num_splits = 1;
+  p.batch_invariant = batch_invariant;
   if (p.num_rows == 0 || p.num_q_heads == 0) return;
   DeviceGuard guard(q);
-  const int64_t splits = batch_invariant ? 1 : num_splits;
-  if (causal && p.num_rows > max_nodes)
-    max_nodes = p.num_rows;  // causal requests may be longer than the masks are wide
   dispatch_float(op, "q", q_dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    run<T>(p, kv_dtype, q_dtype, max_nodes, workspace, splits, multiprocessor_count(q), current_stream(q));
+    run<T>(p, kv_dtype, max_nodes, plan, workspace, num_splits, q);
   });
   check_launch(op);
 }

@@ -19,9 +19,15 @@ struct AttentionParams {
   int64_t num_rows, max_pages, num_pages, page_size;
   int32_t num_requests, num_order, num_q_heads, num_kv_heads, group, head_dim, v_dim, num_words;
   float softmax_scale, softcap;
-  int32_t window, row_tiles, num_splits;
-  int32_t* tickets;  // [num_order, Hkv, row_tiles], zero before and after every call; used with num_splits > 1
-  float* partials;   // [num_order, Hkv, row_tiles, num_splits, rows of a tile, Dv + 2]
+  int32_t window;
+  bool e5m2, batch_invariant;  // e5m2: of the two float8 formats of the caches
+  // Tensor-core kernel only.
+  int32_t stages, row_tiles, num_splits;  // ring stages; row tiles of the longest request; parts of an item, no plan
+  const int32_t* plan;                    // plan_tree_attention's, or null
+  int32_t* own_plan;   // the same, where this call made it in the workspace: the last block clears it
+  int32_t* tickets;    // [slot_pairs + 1], zero before and after every call
+  float* slots;        // two partial results a worker (Destination), zero before and after
+  int64_t slot_pairs;  // workers that the workspace has room for
 };
 
 // Garbage lengths are clamped, and a request with garbage offsets is empty: neither reaches another request's rows.

@@ -4,30 +4,11 @@
 // the lanes take turns at the output dims (lane l owns dims l, l + 32, ...) and walk the visible keys.
 // Also here: the rows behind the last request. Grid: (rows / 4, KV heads, requests + 1). Numerics: float32 throughout.
 #pragma once
-#include "attention_params.cuh"
-#include "common/reduce.cuh"
+#include "attention_tail.cuh"
 
 namespace specdec {
 
 constexpr int kSimtWarps = 4, kSimtMaxDim = 256;
-
-// Rows behind the last request hold no query: 0 and -inf, so that no garbage reaches what follows.
-template <class T>
-__device__ __forceinline__ void clear_tail(const AttentionParams& p) {
-  SPECDEC_SHARED(int64_t, scratch, kSimtWarps);
-  int64_t mine = 0;
-  for (int32_t b = threadIdx.x; b < p.num_requests; b += blockDim.x) {
-    const AttentionRequest r = attention_request(p, b);
-    mine = r.first_row + r.num_nodes > mine ? r.first_row + r.num_nodes : mine;
-  }
-  const int64_t used = block_reduce(mine, Maximum{}, int64_t{0}, scratch);
-  const int64_t head_dim = int64_t{p.num_q_heads} * p.v_dim;
-  for (int64_t i = used * head_dim + threadIdx.x; i < p.num_rows * head_dim; i += blockDim.x) {
-    const int64_t row = i / head_dim, head = i % head_dim / p.v_dim, column = i % p.v_dim;
-    store_value(reinterpret_cast<T*>(p.out) + row * p.out_stride_n + head * p.out_stride_h + column, 0.0f);
-    if (column == 0 && p.lse) p.lse[row * p.lse_stride_n + head] = -INFINITY;
-  }
-}
 
 template <class T>
 __global__ void __launch_bounds__(32 * kSimtWarps) clear_tail_kernel(const AttentionParams p) {

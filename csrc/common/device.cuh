@@ -97,6 +97,27 @@ __device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&r)[4], const v
   ::emulated::ldmatrix(r, row, 4, true, at, nullptr);
 #endif
 }
+// Two 8x8 matrices; lane l < 16 names row l % 8 of matrix l / 8.
+__device__ __forceinline__ void ldmatrix_x2(uint32_t (&r)[2], const void* row SPECDEC_AT) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];\n"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(shared_address(row))
+               : "memory");
+#elif defined(SPECDEC_EMULATED)
+  ::emulated::ldmatrix(r, row, 2, false, at, nullptr);
+#endif
+}
+__device__ __forceinline__ void ldmatrix_x2_transposed(uint32_t (&r)[2], const void* row SPECDEC_AT) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];\n"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(shared_address(row))
+               : "memory");
+#elif defined(SPECDEC_EMULATED)
+  ::emulated::ldmatrix(r, row, 2, true, at, nullptr);
+#endif
+}
 // d += a b for a 16x16 row-major and a 16x8 column-major fragment; fragment layouts: PTX manual, mma.m16n8k16.
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                                              BFloat16 SPECDEC_AT) {
@@ -174,6 +195,68 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high, Half) {
 #else
   return static_cast<uint32_t>(to_half(high).bits) << 16 | to_half(low).bits;
 #endif
+}
+
+// Two float16 numbers as floats; exact.
+__device__ __forceinline__ void floats_from_half_pair(uint32_t pair, float& low, float& high) {
+#if defined(__CUDA_ARCH__)
+  asm("{.reg .b16 l, h;\n mov.b32 {l, h}, %2;\n cvt.f32.f16 %0, l;\n cvt.f32.f16 %1, h;}\n"
+      : "=f"(low), "=f"(high)
+      : "r"(pair));
+#else
+  low = to_float(Half{static_cast<uint16_t>(pair)});
+  high = to_float(Half{static_cast<uint16_t>(pair >> 16)});
+#endif
+}
+__device__ __forceinline__ uint32_t multiply_half_pairs(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  uint32_t product;
+  asm("mul.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+#else
+  float a_low, a_high, b_low, b_high;
+  floats_from_half_pair(a, a_low, a_high);
+  floats_from_half_pair(b, b_low, b_high);
+  return pack_pair(a_low * b_low, a_high * b_high, Half{});
+#endif
+}
+// The two e4m3 bytes in the low half as float16, exact; NaN stays NaN. One instruction from sm_89 on. Before: the bits
+// moved into place are the number times 2^-8 (subnormals too), and a byte of 0x7f carries into the sign of a sum.
+__device__ __forceinline__ uint32_t half_pair_from_e4m3(uint32_t bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint32_t pair;
+  asm("{.reg .b16 l;\n cvt.u16.u32 l, %1;\n cvt.rn.f16x2.e4m3x2 %0, l;}\n" : "=r"(pair) : "r"(bytes));
+  return pair;
+#else
+  const uint32_t x = __byte_perm(bytes, 0, 0x1404), sign = x & 0x80008000u;  // each byte above a zero byte
+  const uint32_t nan = ((x & 0x7f007f00u) + 0x01000100u) & 0x80008000u;
+  return multiply_half_pairs((x >> 1 & 0x3f803f80u) | sign, 0x5c005c00u) | (nan - (nan >> 6));
+#endif
+}
+// accumulator + 0 * pair: stays zero unless one of the pair is infinite or NaN.
+__device__ __forceinline__ uint32_t add_zero_times(uint32_t pair, uint32_t accumulator, BFloat16) {
+#if defined(__CUDA_ARCH__)
+  asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(accumulator) : "r"(pair), "r"(0));
+  return accumulator;
+#else
+  return ((pair & 0x7f80u) == 0x7f80u || (pair & 0x7f800000u) == 0x7f800000u) ? 0x7fff7fffu : accumulator;
+#endif
+}
+__device__ __forceinline__ uint32_t add_zero_times(uint32_t pair, uint32_t accumulator, Half) {
+#if defined(__CUDA_ARCH__)
+  asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(accumulator) : "r"(pair), "r"(0));
+  return accumulator;
+#else
+  return ((pair & 0x7c00u) == 0x7c00u || (pair & 0x7c000000u) == 0x7c000000u) ? 0x7fff7fffu : accumulator;
+#endif
+}
+
+// The same number, but what is computed from it is not moved out of a loop (and kept in registers that it lacks).
+__device__ __forceinline__ int in_place(int x) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("mov.b32 %0, %0;" : "+r"(x));
+#endif
+  return x;
 }
 
 // ------------------------------------------------------------------ memory order between blocks

@@ -29,6 +29,12 @@ inline void check_launch(const char*) {}
 inline int multiprocessor_count(const Tensor&) {
   return 4;
 }  // enough to make every split and wave path run
+inline int64_t shared_memory_of_block(const Tensor&) {
+  return 163 << 10;
+}  // as on sm_80
+inline int64_t shared_memory_of_multiprocessor(const Tensor&) {
+  return 164 << 10;
+}
 }  // namespace specdec
 #define SPECDEC_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   (static_cast<void>(stream), ::emulated::launch_kernel(#kernel, kernel, grid, block, shared_bytes, __VA_ARGS__))
@@ -80,10 +86,20 @@ inline void allow_shared_memory(const void* kernel, int64_t bytes) {
     check_cuda("shared memory",
                cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
 }
+inline int device_attribute(const Tensor& tensor, cudaDeviceAttr attribute) {
+  int value = 0;
+  check_cuda("device", cudaDeviceGetAttribute(&value, attribute, tensor.get_device_index()));
+  return value;
+}
 inline int multiprocessor_count(const Tensor& tensor) {
-  int count = 0;
-  check_cuda("device", cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, tensor.get_device_index()));
-  return count;
+  return device_attribute(tensor, cudaDevAttrMultiProcessorCount);
+}
+// Bytes of shared memory that one block may ask for, and that all blocks of a multiprocessor share.
+inline int64_t shared_memory_of_block(const Tensor& tensor) {
+  return device_attribute(tensor, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+}
+inline int64_t shared_memory_of_multiprocessor(const Tensor& tensor) {
+  return device_attribute(tensor, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
 }
 }  // namespace specdec
 #define SPECDEC_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \

@@ -162,6 +162,23 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   int before = t == 0 ? ptx::atomic_add_acq_rel(counter, 3) : 0;
   put(static_cast<uint32_t>(before));
+  // two matrices, float8 in float16, the check for infinities and NaN
+  uint32_t two[2];
+  ptx::ldmatrix_x2(two, tile + 512 + (lane & 15) * 8);
+  put(two[0] ^ two[1]);
+  ptx::ldmatrix_x2_transposed(two, tile + 512 + (lane & 15) * 8);
+  put(two[0] + two[1]);
+  put(ptx::half_pair_from_e4m3(x & 0xf7f7u));
+  put((ptx::half_pair_from_e4m3(0x7f00u | (x & 0x80u)) & 0x7c000000u) == 0x7c000000u);
+  float low, high;
+  ptx::floats_from_half_pair(half_a[2], low, high);
+  put_float(low + 3.0f * high);
+  put(ptx::multiply_half_pairs(half_a[1], half_a[3]));
+  put((ptx::add_zero_times(x | 0x7f80u, 0, BFloat16{}) & 0x7fff7fffu) != 0);
+  put((ptx::add_zero_times(x & 0xff7fff7fu, 0, BFloat16{}) & 0x7fff7fffu) != 0);
+  put((ptx::add_zero_times(x | 0x7c000000u, 0, Half{}) & 0x7fff7fffu) != 0);
+  put((ptx::add_zero_times(x & 0xfbfffbffu, 0, Half{}) & 0x7fff7fffu) != 0);
+  put(static_cast<uint32_t>(ptx::in_place(lane)));
   put(static_cast<uint32_t>(row));
 }
 

@@ -1,0 +1,29 @@
+// Host side shared by the CUDA files of the room: what the machine allows, and the launchers, one file a pair of types.
+#pragma once
+#include "attention/attention_params.cuh"
+#include "attention/plan_checks.h"
+#include "common/launch.cuh"
+
+namespace specdec {
+
+inline MachineLimits machine_limits(const Tensor& tensor) {
+  return {multiprocessor_count(tensor), shared_memory_of_block(tensor), shared_memory_of_multiprocessor(tensor)};
+}
+
+// Runs the device planner (plan_cuda.cu).
+void launch_plan(const PlanParams& p, Stream stream);
+
+// Launches the tensor-core kernel of `tile_rows` rows for p's head dims; false where none is compiled. `blocks` is the
+// grid: workers of a plan, or items times splits.
+struct MmaLaunch {
+  int tile_rows;
+  int64_t blocks;
+  MachineLimits machine;
+  Stream stream;
+};
+bool launch_mma_bfloat16(const AttentionParams& p, const MmaLaunch& launch);
+bool launch_mma_bfloat16_float8(const AttentionParams& p, const MmaLaunch& launch);
+bool launch_mma_float16(const AttentionParams& p, const MmaLaunch& launch);
+bool launch_mma_float16_float8(const AttentionParams& p, const MmaLaunch& launch);
+
+}  // namespace specdec

@@ -1,0 +1,138 @@
+// The tiles of one item on their way into shared memory.
+//
+// Three steps a tile, each a barrier or more ahead of the next, so that no latency is waited for:
+//
+//   ask       the page ids of the tile's 64 keys into a register (threads 0..63)       one tile before look_up
+//   look_up   row offsets of keys, and on masked tiles the rows' visibility words      before the barrier
+//   load      16-byte cp.async of K and V into the ring, one group a tile              after the barrier
+#pragma once
+#include "attention/attention_fragments.cuh"
+#include "common/reduce.cuh"
+
+namespace specdec {
+
+// One row tile of one head of one request, and the tiles [begin, end) of its keys. Lies in shared memory: registers are
+// for outputs.
+struct Item {
+  AttentionRequest request;
+  int32_t head, row0, rows;  // rows: of the request and head; the tile has row0 .. row0 + kRows - 1 of them
+  int32_t begin, end;        // this part's key tiles
+  int32_t masked_from;       // tiles from here on hold tree slots (or lie behind the keys)
+  int32_t masked_until;      // tiles before this are cut by some row's window
+};
+
+template <class Tile>
+class TileLoader {
+ public:
+  using KV = typename Tile::KV;
+  using Info = TileInfo<Tile::kRows>;
+
+  __device__ __forceinline__ TileLoader(const AttentionParams& p, const Item& item, unsigned char* ring, Info* info)
+      : p_(p), item_(item), ring_(ring), info_(info) {
+    const int32_t row = item.row0 + static_cast<int32_t>(threadIdx.x);
+    node_ = threadIdx.x < Tile::kRows && row < item.rows ? row / p.group : -1;
+    k_head_ = reinterpret_cast<const KV*>(p.k_cache) + item.head * p.k_stride_head;
+    v_head_ = reinterpret_cast<const KV*>(p.v_cache) + item.head * p.v_stride_head;
+  }
+
+  // Holds tree slots or a window's edge. Uniform over the block, and known without a look at memory.
+  __device__ __forceinline__ bool masked(int32_t tile) const {
+    return tile >= item_.masked_from || tile < item_.masked_until;
+  }
+  __device__ __forceinline__ const Info& info(int slot) const { return info_[slot]; }
+  __device__ __forceinline__ const unsigned char* keys(int stage) const { return ring_ + stage * Tile::kStage; }
+  __device__ __forceinline__ const unsigned char* values(int stage) const {
+    return ring_ + stage * Tile::kStage + kTileKeys * Tile::kKRow;
+  }
+
+  __device__ __forceinline__ void ask(int32_t tile) {
+    page_ = -1;
+    if (threadIdx.x >= kTileKeys || tile >= item_.end) return;
+    const uint32_t position = static_cast<uint32_t>(tile) * kTileKeys + threadIdx.x;
+    const uint32_t column = position / static_cast<uint32_t>(p_.page_size);
+    row_ = position % static_cast<uint32_t>(p_.page_size);
+    if (column < p_.max_pages) page_ = item_.request.page_row[column];
+  }
+
+  __device__ __forceinline__ void look_up(int32_t tile, int slot) {
+    Info& here = info_[slot];
+    if (threadIdx.x < kTileKeys) {
+      const bool paged = page_ >= 0 && page_ < p_.num_pages;
+      here.k_row[threadIdx.x] = paged ? (page_ * p_.k_stride_page + row_ * p_.k_stride_row) * Tile::kSize : -1;
+      here.v_row[threadIdx.x] = paged ? (page_ * p_.v_stride_page + row_ * p_.v_stride_row) * Tile::kSize : -1;
+      const uint32_t word = __ballot_sync(kFullWarp, paged);
+      if (threadIdx.x % 32 == 0) here.paged[threadIdx.x / 32] = word;
+    }
+    if (masked(tile)) look_up_visible(tile, here);
+  }
+
+  __device__ __forceinline__ void load(int32_t tile, int slot, int stage) {
+    if (tile < item_.end) {
+      if (masked(tile))
+        copy_tile<true>(info_[slot], stage);
+      else
+        copy_tile<false>(info_[slot], stage);
+    }
+    ptx::cp_async_commit();  // an empty group behind the last tile: groups count tiles
+  }
+
+ private:
+  __device__ __forceinline__ void look_up_visible(int32_t tile, Info& here) {
+    uint64_t visible = 0;
+    if (node_ >= 0)
+      visible = visible_keys(item_.request.tree, attention_query(p_, item_.request, node_), int64_t{tile} * kTileKeys);
+    if (threadIdx.x < Tile::kRows) here.visible[threadIdx.x] = visible;
+    const uint32_t low = __reduce_or_sync(kFullWarp, static_cast<uint32_t>(visible));
+    const uint32_t high = __reduce_or_sync(kFullWarp, static_cast<uint32_t>(visible >> 32));
+    if (threadIdx.x % 32 == 0) {
+      here.needed[threadIdx.x / 32 * 2] = low;
+      here.needed[threadIdx.x / 32 * 2 + 1] = high;
+    }
+  }
+
+  // Keys without a page, and on masked tiles keys that no row sees, become zeros, whatever lies there.
+  template <bool kMasked>
+  __device__ __forceinline__ void copy_tile(const Info& here, int stage) {
+    uint64_t needed = 0;
+    if constexpr (kMasked) {
+      for (int w = 0; w < kMmaWarps; w++)
+        needed |= static_cast<uint64_t>(here.needed[2 * w + 1]) << 32 | here.needed[2 * w];
+    }
+    unsigned char *k = ring_ + stage * Tile::kStage, *v = k + kTileKeys * Tile::kKRow;
+    copy_rows<kMasked, Tile::D, Tile::kKRow>(k, k_head_, here.k_row, needed);
+    copy_rows<kMasked, Tile::DV, Tile::kVRow>(v, v_head_, here.v_row, needed);
+  }
+  template <bool kMasked, int kDim, int kRow>
+  __device__ __forceinline__ void copy_rows(unsigned char* target, const KV* head, const int64_t (&rows)[kTileKeys],
+                                            uint64_t needed) {
+    constexpr int kChunks = kDim * Tile::kSize / 16, kCopies = kTileKeys * kChunks, kStep = kMmaThreads / kChunks;
+    constexpr bool kEven =
+        kMmaThreads % kChunks == 0;  // then a thread keeps its column, and everything is one addition
+    const int thread = threadIdx.x;
+    int key = thread / kChunks, chunk = thread % kChunks;
+#pragma unroll
+    for (int pass = 0; pass < (kCopies + kMmaThreads - 1) / kMmaThreads; pass++) {
+      if (!kEven) {
+        const int c = pass * kMmaThreads + thread;
+        if (kCopies % kMmaThreads && c >= kCopies) break;
+        key = c / kChunks, chunk = c % kChunks;
+      }
+      const int at = kEven ? key + pass * kStep : key;
+      const int64_t offset = rows[at];
+      const bool valid = offset >= 0 && (!kMasked || (needed >> at & 1));
+      const char* source = reinterpret_cast<const char*>(head) + chunk * 16 + (valid ? offset : 0);
+      ptx::cp_async_16(target + at * kRow + chunk * 16, source, valid);
+    }
+  }
+
+  const AttentionParams& p_;
+  const Item& item_;
+  unsigned char* ring_;
+  Info* info_;
+  const KV *k_head_, *v_head_;
+  int32_t page_ = -1;
+  uint32_t row_ = 0;
+  int32_t node_;
+};
+
+}  // namespace specdec

@@ -1,0 +1,84 @@
+// Shapes of the tensor-core kernel: which warp has which part of a tile, and what lies where in shared memory.
+//
+//   variant  rows   a warp has                      scores a warp holds   keys a step
+//   S        16     all rows, 16 keys of each tile  16 x 16               16
+//   M        32     all rows, 16 keys of each tile  32 x 16               16
+//   L        64     16 rows, all 64 keys            16 x 64 (16 at D 256)
+//   XL       128    32 rows, all 64 keys            32 x 32, twice a tile (16 with float8 at D 128)
+//
+//   S, M:          keys 0..15   16..31   32..47   48..63         L, XL:        keys 0 .............. 63
+//        rows      warp 0       warp 1   warp 2   warp 3              rows     warp 0
+//                  (four softmaxes, merged at the end)                         warp 1 .. warp 3
+//
+// Shared memory: Q | ring of K and V stages (reused by the merge of S and M) | ring of TileInfo, one longer.
+// Rows are padded to an odd number of 16-byte units: ldmatrix reads eight of them without bank conflicts.
+#pragma once
+#include "attention/attention_params.cuh"
+
+namespace specdec {
+
+constexpr int kMmaThreads = 128, kMmaWarps = 4, kMaxStages = 4;
+
+// Either float8 format; which one is a run-time flag, since only the widening of a fragment differs.
+struct Float8 {
+  uint8_t bits;
+};
+
+// What loads and softmax need to know of a tile; written one barrier before its loads start.
+template <int kRows>
+struct alignas(16) TileInfo {
+  int64_t k_row[kTileKeys], v_row[kTileKeys];  // bytes from the head's first row; < 0: no page
+  uint64_t visible[kRows];                     // masked tiles: bit k = the row sees key k
+  uint32_t needed[2 * kMmaWarps];              // masked tiles: keys that some row of a warp's share sees
+  uint32_t paged[2];                           // keys that have a page
+};
+
+template <class T_, class KV_, int D_, int DV_, int kRows_>
+struct MmaTile {
+  using T = T_;
+  using KV = KV_;
+  static constexpr int D = D_, DV = DV_, kRows = kRows_;
+  static constexpr bool kFloat8 = sizeof(KV) == 1, kSplitKeys = kRows <= 32;
+  static constexpr int kRowTiles = kSplitKeys ? kRows / 16 : kRows / 64;  // of 16 rows, a warp
+  static constexpr int kStepKeys = kSplitKeys || D == 256 || (kFloat8 && kRows * DV == 128 * 128) ? 16
+                                   : kRowTiles * DV >= 256                                        ? 32
+                                                                                                  : 64;
+  static constexpr int kSteps = kSplitKeys ? 1 : kTileKeys / kStepKeys;
+  static constexpr int kFragments = kStepKeys / 8;  // of 8 keys
+  static constexpr bool kQInRegisters = kRowTiles == 1 && D <= 128;
+
+  static constexpr int padded(int bytes) { return bytes + (bytes / 16 % 2 ? 32 : 16); }
+  static constexpr int kSize = sizeof(KV);
+  static constexpr int kQRow = padded(2 * D), kKRow = padded(kSize * D), kVRow = padded(kSize * DV);
+  static constexpr int kStage = kTileKeys * (kKRow + kVRow);
+  static constexpr int kMergeRow = DV + 8;  // floats: float2 stores without bank conflicts
+  static constexpr int kMerge = kSplitKeys ? kMmaWarps * kRows * kMergeRow * 4 : 0;
+  static constexpr int kInfo = sizeof(TileInfo<kRows>);
+  SPECDEC_HD static constexpr int ring(int stages) { return stages * kStage > kMerge ? stages * kStage : kMerge; }
+  SPECDEC_HD static constexpr int bytes(int stages) { return kRows * kQRow + ring(stages) + (stages + 1) * kInfo; }
+  // The ring is sized for two blocks a multiprocessor; registers (outputs dominate) must allow them.
+  static constexpr int kMinBlocks = 2;
+  static constexpr int kSlot = kRows * (DV + 2);  // floats of a partial result: outputs, then tops, then sums
+};
+
+// The running state of a row tile in one warp's registers.
+template <class Tile>
+struct WarpState {
+  float o[Tile::kRowTiles][Tile::DV / 8][4], top[Tile::kRowTiles][2], sum[Tile::kRowTiles][2];
+  uint32_t q[Tile::kQInRegisters ? Tile::D / 16 : 1][4];
+};
+
+// Row of the tile that a warp's row tile m, half h (rows g and g + 8 of an mma) belongs to.
+template <class Tile>
+__device__ __forceinline__ int row_of(int warp, int m, int half, int lane) {
+  return (Tile::kSplitKeys ? 0 : warp * 16 * Tile::kRowTiles) + m * 16 + half * 8 + lane / 4;
+}
+// Column of element i of output fragment n. A float8 fragment pair interleaves even and odd columns
+// (attention_fragments).
+template <class Tile>
+__device__ __forceinline__ int column_of(int n, int i, int lane) {
+  const int t = lane % 4;
+  return Tile::kFloat8 ? 16 * (n / 2) + 4 * t + 2 * i + n % 2 : 8 * n + 2 * t + i;
+}
+
+}  // namespace specdec
