@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = ROOT / "tests" / "budgets.json"
-ARCHS = ("80", "86", "89", "90a", "100", "120")
+ARCHS = ("80", "86", "89", "90", "90a", "100", "120")
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,10 @@ class Kernel:
         shared memory are given by architecture and not for this one: the variant does not fit there."""
         sm = _SM[int(self.arch.rstrip("a"))]
         if isinstance(dynamic_shared, dict):
-            if self.arch not in dynamic_shared:
+            here = dynamic_shared.get(self.arch, dynamic_shared.get(self.arch + "a"))
+            if here is None:
                 return 0, "absent"
-            dynamic_shared = dynamic_shared[self.arch]
+            dynamic_shared = here
         warps, shared = -(-threads // 32), self.static_shared + dynamic_shared
         if shared > sm.shared_per_block:
             return 0, "shared memory of a block"

@@ -219,17 +219,10 @@ def tree_attention(
 
 
 def write_kv(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    *,
-    kv_layout: str = "NHD",
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor, *,
+    kv_layout: str = "NHD", k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
     backend: str | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Store row n of k and v at cache slot `slot_mapping[n]` = page * page_size + row. Mutates both caches.
 
     Args:
@@ -260,14 +253,9 @@ def write_kv(
 
 
 def slot_mapping(
-    page_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    cu_nodes: torch.Tensor,
-    page_size: int,
-    *,
-    total_nodes: int,
+    page_table: torch.Tensor, context_lens: torch.Tensor, cu_nodes: torch.Tensor, page_size: int, *, total_nodes: int,
     backend: str | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Cache slot of every tree node: node i of request b goes to position `context_lens[b] + i`.
 
     Args:
@@ -361,20 +349,10 @@ _ops.register_workspace("tree_attention", _workspace_bytes)
 
 
 def plan_tree_attention(
-    context_lens: torch.Tensor,
-    cu_nodes: torch.Tensor,
-    *,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    max_nodes: int,
-    window: int = -1,
-    request_order: torch.Tensor | None = None,
-    num_workers: int = 0,
-    batch_invariant: bool = False,
-    out: torch.Tensor | None = None,
-    backend: str | None = None,
-) -> torch.Tensor:
+    context_lens: torch.Tensor, cu_nodes: torch.Tensor, *, num_q_heads: int, num_kv_heads: int, head_dim: int,
+    max_nodes: int, window: int = -1, request_order: torch.Tensor | None = None, num_workers: int = 0,
+    batch_invariant: bool = False, out: torch.Tensor | None = None, backend: str | None = None,
+) -> torch.Tensor:  # fmt: skip
     """How one step's attention is spread over the GPU: made on the device, once for all layers of one shape.
 
     The batch's key tiles lie on one line, which is cut into equal shares, one a thread block that stays; an item (row

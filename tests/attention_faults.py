@@ -1,4 +1,6 @@
-"""Faulty backends: the shipped CPU kernel compiled with a mutant flag, and the right kernel fed as known bugs feed it.
+"""Faulty backends: the shipped kernels with a planted bug of the mask, and the right kernel fed as known bugs feed it.
+
+The CPU op is compiled once a bug (-DSPECDEC_PLANTED_BUG); the CUDA kernel on the CPU runtime plants at run time.
 
 Each lives in a torch namespace of its own, so the suite runs on it in the same process like on any other backend.
 """
@@ -16,11 +18,14 @@ import torch
 from torch.utils import cpp_extension
 
 from specdec_kernels import _ops
+from tests import cuda_on_cpu
 from tests.conftest import Backend
+from tests.cuda_on_cpu.library import Library
 
 CSRC = Path(__file__).parents[1] / "csrc"
 KERNEL = CSRC / "attention" / "attention_cpu.cpp"  # the only file that reads the mask
-MUTANTS = ("MASK_IGNORED", "WORD_OFF_BY_ONE", "BIT_ORDER", "WINDOW_BY_SLOT")
+# Enumerators of csrc/common/planted.h.
+MUTANTS = {"MASK_IGNORED": 19, "WORD_OFF_BY_ONE": 20, "BIT_ORDER": 21, "WINDOW_BY_SLOT": 22}
 
 
 REGISTRATION = """
@@ -40,7 +45,7 @@ def _compile(source: Path, target: Path, flags: list[str]) -> Path:
 
 
 def build_mutants(names: tuple[str, ...], folder: Path, flags: tuple[str, ...] = ()) -> dict[str, Backend]:
-    """A backend for each flag SPECDEC_MUTANT_<name> ("NONE": the kernel as shipped)."""
+    """A backend of the CPU op for each of MUTANTS (any other name: the kernel as shipped)."""
     shared = [*KERNEL.parent.glob("attention_cpu_*.cpp"), *(CSRC / "common").glob("*.cpp")]
     with ThreadPoolExecutor(2) as pool:
         objects = [pool.submit(_compile, p, folder / f"{p.stem}.o", list(flags)) for p in shared]
@@ -49,7 +54,8 @@ def build_mutants(names: tuple[str, ...], folder: Path, flags: tuple[str, ...] =
         for name in names:
             source = folder / f"{name}.cpp"
             source.write_text(REGISTRATION.format(namespace=namespaces[name], source=KERNEL))
-            kernels[name] = pool.submit(_compile, source, folder / f"{name}.o", [*flags, f"-DSPECDEC_MUTANT_{name}"])
+            bug = f"-DSPECDEC_PLANTED_BUG={MUTANTS.get(name, 0)}"
+            kernels[name] = pool.submit(_compile, source, folder / f"{name}.o", [*flags, bug])
     common = [str(job.result()) for job in objects]
     folders = [f"-L{path}" for path in cpp_extension.library_paths()]
     backends = {}
@@ -59,8 +65,23 @@ def build_mutants(names: tuple[str, ...], folder: Path, flags: tuple[str, ...] =
         subprocess.run([*command, "-o", str(library)], check=True)
         _ops.define_namespace(namespaces[name])
         torch.ops.load_library(str(library))
-        backends[name] = _register(name, namespaces[name])
+        backends[name] = _register(f"cpu with {name}", namespaces[name])
     return backends
+
+
+def emulated_mutant(library: Library, name: str) -> Backend:
+    """The CUDA kernel on the CPU runtime with one of MUTANTS ("NONE": as shipped); `library` plants at run time."""
+
+    def call(*args: Any) -> None:
+        library.emulated_plant(MUTANTS.get(name, 0))
+        try:
+            cuda_on_cpu.run_op(library, "tree_attention", *args)
+        finally:
+            library.emulated_plant(0)
+
+    namespace = _namespace(name)
+    _ops.define_namespace(namespace).impl("tree_attention", call, "CPU")
+    return _register(f"emulated with {name}", namespace)
 
 
 def _namespace(name: str) -> str:
@@ -71,9 +92,9 @@ def _namespace(name: str) -> str:
 _builds = itertools.count()
 
 
-def _register(name: str, namespace: str) -> Backend:
+def _register(label: str, namespace: str) -> Backend:
     _ops.register_backend(namespace, namespace)
-    return Backend(f"cpu with {name}", "cpu", namespace)
+    return Backend(label, "cpu", namespace)
 
 
 # ---- the right kernel with the arguments a known bug would give it
@@ -161,4 +182,4 @@ def feed(name: str) -> Backend:
 
     namespace = _namespace(name)
     _ops.define_namespace(namespace).impl("tree_attention", call, "CPU")
-    return _register(name, namespace)
+    return _register(f"cpu with {name}", namespace)

@@ -46,9 +46,15 @@ def lines_of_function(path: Path, name: str) -> range:
 
 
 def mask_instructions(code: list[Instruction]) -> tuple[int, int]:
-    """Instructions of `hide_keys` between the products of the one copy of the tile step, and of the other.
+    """Instructions of `hide_keys` in the copy of the tile step for context tiles, and in the masked one."""
+    (context, _), (masked, _) = tile_steps(code)
+    return context, masked
 
-    The step exists twice in a kernel, masked and not, with the same products. Sorted: (context, masked).
+
+def tile_steps(code: list[Instruction]) -> list[tuple[int, int]]:
+    """(instructions of `hide_keys`, all instructions) from the first to the last product of a tile step.
+
+    The step exists twice in a kernel, masked and not, with the same products. Sorted: context first.
     """
     path = CSRC / "attention" / "attention_step.cuh"
     lines = lines_of_function(path, "hide_keys")
@@ -59,7 +65,7 @@ def mask_instructions(code: list[Instruction]) -> tuple[int, int]:
     counts = []
     for part in (products[:half], products[half:]):
         inside = code[part[0] : part[-1] + 1]
-        counts.append(sum(one.file == path.name and one.line in lines for one in inside))
+        counts.append((sum(one.file == path.name and one.line in lines for one in inside), len(inside)))
     total = sum(one.file == path.name and one.line in lines for one in code)
-    assert sum(counts) == total, "mask instructions outside the tile step"
-    return min(counts), max(counts)
+    assert sum(hiding for hiding, _ in counts) == total, "mask instructions outside the tile step"
+    return sorted(counts)

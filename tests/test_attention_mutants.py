@@ -1,18 +1,21 @@
-"""The suite must fail on faulty kernels: mutants of the shipped one (compile flags), and known bugs of its callers."""
+"""The suite must fail on faulty kernels: mutants of the shipped ones, and known bugs of their callers."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
 import torch
 
+from tests import cuda_on_cpu
 from tests import test_attention as against_float64
 from tests import test_attention_mask as mask
 from tests import test_cases_attention as cases
 from tests import test_cases_attention_kv as kv_cases
-from tests.attention_faults import FEEDS, MUTANTS, build_mutants, feed
+from tests.attention_faults import FEEDS, MUTANTS, build_mutants, emulated_mutant, feed
 from tests.conftest import Backend
+from tests.test_cuda_on_cpu_bugs import planted_library
 
 F32, BF16 = torch.float32, torch.bfloat16
 Check = Callable[[Backend], None]
@@ -57,6 +60,32 @@ def test_suite_fails_on_mutant(mutants, name):
         check(mutants["NONE"])
         with pytest.raises(AssertionError):
             check(mutants[name])
+
+
+# What the CUDA kernel's mutants must not pass. CI: the first of each list.
+TREES_ON_EMULATED: list[Check] = [
+    lambda b: mask.test_probe_every_width(b, BF16, 33), TREES[1], TREES[3], lambda b: mask.test_probe_splits(b, 5),
+]  # fmt: skip
+ON_EMULATED: dict[str, list[Check]] = {
+    **dict.fromkeys(("MASK_IGNORED", "WORD_OFF_BY_ONE", "BIT_ORDER"), TREES_ON_EMULATED),
+    "WINDOW_BY_SLOT": [WINDOWS[2], WINDOWS[1]],
+}
+
+
+@functools.cache
+def accepts_sound_kernel(check: Check) -> None:
+    check(emulated_mutant(planted_library(), "NONE"))
+
+
+@pytest.mark.skipif(cuda_on_cpu.missing("emulated") is not None, reason="no g++ or CUDA headers")
+@pytest.mark.parametrize("name", MUTANTS)
+def test_suite_fails_on_mutant_of_the_cuda_kernel(name, request):
+    """As above for the GPU's source on the CPU runtime."""
+    mutant, checks = emulated_mutant(planted_library(), name), ON_EMULATED[name]
+    for check in checks if request.config.getoption("--long") else checks[:1]:
+        accepts_sound_kernel(check)
+        with pytest.raises(AssertionError):
+            check(mutant)
 
 
 @pytest.mark.parametrize("name", FEEDS)

@@ -11,12 +11,19 @@ import torch
 from python_ref import attention_plan as ref
 from specdec_kernels._ops import workspace_size
 from specdec_kernels.attention import plan_tree_attention
+from tests import cuda_on_cpu
 from tests.attention_suite import build, rng_of
 from tests.attention_trees import bernoulli, chain, eagle26, random_tree
+from tests.conftest import Backend
 from tests.test_attention_mask import probe
 
 BF16 = torch.bfloat16
 TILE_ROWS = {64: (16, 32, 64, 128), 80: (32, 64), 128: (16, 32, 64, 128), 192: (16, 64)}
+
+
+def long(*values) -> list:
+    """Parameters of the long suite."""
+    return [pytest.param(value, marks=pytest.mark.long) for value in values]
 
 
 def ints(values) -> torch.Tensor:
@@ -50,8 +57,8 @@ def compare(backend, contexts, nodes, *, heads, head_dim, workers, window=-1, or
 CONTEXTS = (0, 1, 63, 64, 65, 1000, 8192, 32768)
 
 
-@pytest.mark.parametrize("workers", [1, 8, 264])
-@pytest.mark.parametrize("batch", [0, 1, 3, 64, 300])
+@pytest.mark.parametrize("workers", [8, *long(1, 264)])
+@pytest.mark.parametrize("batch", [0, 3, 300, *long(1, 64)])
 def test_plan_equals_the_reference(backend, batch, workers):
     rng = rng_of("plan", batch, workers)
     contexts = rng.choice(CONTEXTS, batch).tolist()
@@ -142,7 +149,7 @@ def under(backend, problem, workers: int, **options) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("nodes", [3, 12, 30, 60])
-@pytest.mark.parametrize("workers", [2, 5, 40])
+@pytest.mark.parametrize("workers", [5, *long(2, 40)])
 def test_planned_calls_are_right(backend, nodes, workers):
     """Row tiles of 16 to 128 rows, cut by 2 to 40 workers; the same bits with a plan that the call makes itself."""
     rng = rng_of("planned", nodes, workers)
@@ -156,10 +163,29 @@ def test_planned_calls_are_right(backend, nodes, workers):
     assert all(torch.equal(a, b) for a, b in zip(again, problem.run(backend)))
 
 
+@pytest.mark.skipif(cuda_on_cpu.missing("emulated") is not None, reason="no g++ or CUDA headers")
+@pytest.mark.parametrize("path", ["source", *long("ptx")])
+@pytest.mark.parametrize("schedule", ["random", *long("reverse", "priority")])
+@pytest.mark.parametrize("nodes", [3, *long(12, 30, 60)])
+def test_bits_do_not_depend_on_which_block_is_last(nodes, schedule, path):
+    """Split and merged by blocks that interleave, copies that land whenever they like: the bits of blocks in turn."""
+    backend = Backend("emulated", "cpu", "emulated" if path == "source" else "ptx")
+    rng = rng_of("interleaved", nodes)
+    problem = build([random_tree(nodes, rng), chain(2)], [610, 0], rng, dtype=BF16, max_nodes=nodes)
+    planned = under(backend, problem, 5)
+    expected = problem.run(backend, **planned)
+    for seed in range(2):
+        chosen = dict(schedule=schedule, seed=seed, resident_blocks=4, landing="random", preempt=30)
+        with cuda_on_cpu.suite_library().configured(**chosen):
+            again = problem.run(backend, **planned)
+        assert all(torch.equal(a, b) for a, b in zip(again, expected))
+        assert not planned["workspace"].any()
+
+
 def test_probe_under_a_plan(backend):
     rng = rng_of("probe plan")
     trees = [bernoulli(33, rng, empty_rows=True), chain(5), bernoulli(9, rng)]
-    problem = build(trees, [700, 64, 0], rng, dtype=BF16)
+    problem = build(trees, [400, 64, 0], rng, dtype=BF16)
     probe(problem, backend, **under(backend, problem, 9))
 
 
@@ -169,7 +195,7 @@ OPTIONS = [{"window": 70}, {"softcap": 30.0, "sinks": True}, {"kv_dtype": torch.
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_options_under_a_plan(backend, options):
     rng = rng_of("options plan", str(options))
-    problem = build([random_tree(20, rng), eagle26()], [900, 300], rng, dtype=BF16, **options)
+    problem = build([random_tree(20, rng), eagle26()], [520, 130], rng, dtype=BF16, **options)
     problem.check(*problem.run(backend, **under(backend, problem, 11)))
 
 
@@ -216,9 +242,9 @@ def test_workspace_is_left_zero_and_bounded(backend):
     rng = rng_of("workspace")
     bounds = dict(batch=3, max_nodes=64, num_q_heads=4, num_kv_heads=2, head_dim=64, v_dim=64)
     workspace = torch.zeros(workspace_size("tree_attention", **bounds), dtype=torch.uint8, device=backend.device)
-    for nodes, context in ((5, 800), (50, 300), (20, 0), (5, 600)):
+    for nodes, context in ((5, 600), (50, 100), (5, 500)):
         problem = build(
-            [random_tree(nodes, rng), chain(3), eagle26()], [context, 500, 9], rng, dtype=BF16, max_nodes=64
+            [random_tree(nodes, rng), chain(3), eagle26()], [context, 300, 9], rng, dtype=BF16, max_nodes=64
         )
         problem.check(*problem.run(backend, workspace=workspace))
         assert not workspace.any()

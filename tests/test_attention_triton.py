@@ -82,9 +82,9 @@ def test_compiled(name):
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
-def test_interpreted_nan_reaches_only_those_who_see_it(poison, request):
+def test_interpreted_nan_reaches_only_those_who_see_it(poison):
     backend = Backend("triton_interpret", "cpu", "triton_interpret")
-    contract.test_a_nan_reaches_only_those_who_see_it(backend, BF16, poison, request)
+    contract.test_a_nan_reaches_only_those_who_see_it(backend, BF16, poison)
 
 
 def test_tuned_choices_cover_every_shape_and_fit():

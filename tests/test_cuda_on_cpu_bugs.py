@@ -126,7 +126,17 @@ def verify_call() -> Call:
     return "verify", [*inputs, workspace, *outputs, None]
 
 
-SOUND = (expand_call, gather_call, plan_call, draft_call)  # shown on every schedule beside the kernels with bugs
+def plan_attention_call() -> Call:
+    """More requests than the planner's block has threads, some of them empty."""
+    cu = [0]
+    for i in range(300):
+        cu.append(cu[-1] + (0, 1, 26, 64)[i * 5 % 4])
+    inputs = [ints([i * 977 % 9000 for i in range(300)]), ints(cu), None, 32, 8, 128, 64, -1, 264, False]
+    return "plan_tree_attention", [*inputs, poisoned(8 + 2 * 300 + 1, dtype=torch.int32)]
+
+
+# Shown on every schedule beside the kernels with bugs.
+SOUND = (expand_call, gather_call, plan_call, draft_call, plan_attention_call)
 
 
 @dataclass(frozen=True)
@@ -188,8 +198,8 @@ ON_PATH_B = {
 }
 
 
-@pytest.fixture(scope="module")
-def planted() -> Library:
+def planted_library() -> Library:
+    """Every kernel that has a bug to plant, path B of some: one build for all tests that plant."""
     ptx = ()
     if cuda_on_cpu.missing("ptx") is None:
         sources = {path.stem: path for path in build.cuda_sources()}
@@ -199,6 +209,11 @@ def planted() -> Library:
         )
     calls = {*SOUND, *(bug.call for bug in BUGS)}
     return cuda_on_cpu.library("planted", ptx=ptx, ops=frozenset(call()[0] for call in calls))
+
+
+@pytest.fixture(scope="module")
+def planted() -> Library:
+    return planted_library()
 
 
 def results_of(op: str, arguments: list[object]) -> list[torch.Tensor]:

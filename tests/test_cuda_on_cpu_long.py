@@ -22,7 +22,11 @@ pytestmark = [
 # (an op of the room, a sample of its suite: files, and pytest's -k)
 ROOMS = {
     "tree": ("build_tree", ["tests/test_tree.py", "tests/test_tree_dynamic.py"], ""),
-    "attention": ("tree_attention", ["tests/test_attention.py", "tests/test_cases_attention.py"], "TM or float64"),
+    "attention": (
+        "tree_attention",
+        ["tests/test_attention.py", "tests/test_cases_attention.py", "tests/test_attention_plan.py"],
+        "TM or float64 or plan",
+    ),
     "sampling": ("verify", ["tests/test_cuda_rows.py", "tests/test_cuda_verify.py", "tests/test_cuda_drafts.py"], ""),
     "drafts": ("draft_topk", ["tests/test_draft_topk.py"], ""),
     "kv": ("commit_kv", ["tests/test_kv.py", "tests/test_kv_handover.py"], ""),

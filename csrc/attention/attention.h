@@ -8,7 +8,7 @@
 #pragma once
 #include <cstdint>
 
-#include "common/hostdevice.h"
+#include "common/planted.h"
 
 namespace specdec {
 
@@ -31,21 +31,16 @@ SPECDEC_HD uint64_t low_bits(int64_t n) {
   return n <= 0 ? 0 : n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
 }
 
-// Mask word w of a row, zero outside. The macros build the mutants that the acceptance suite has to catch.
+// Mask word w of a row, zero outside.
 SPECDEC_HD uint64_t mask_word(const TreeQuery& query, int64_t w) {
-#if defined(SPECDEC_MUTANT_MASK_IGNORED)
-  return 0xffffffffu;
-#elif defined(SPECDEC_MUTANT_WORD_OFF_BY_ONE)
-  w += 1;
-#endif
+  if (planted(Bug::mask_ignored)) return 0xffffffffu;
+  if (planted(Bug::mask_word_off_by_one)) w += 1;
   if (w < 0 || w >= query.num_words) return 0;
-  uint32_t word = static_cast<uint32_t>(query.words[w]);
-#if defined(SPECDEC_MUTANT_BIT_ORDER)
+  const uint32_t word = static_cast<uint32_t>(query.words[w]);
+  if (!planted(Bug::mask_bit_order)) return word;
   uint32_t reversed = 0;
   for (int i = 0; i < 32; i++) reversed |= (word >> i & 1u) << (31 - i);
-  word = reversed;
-#endif
-  return word;
+  return reversed;
 }
 
 // Bits of tree slots first .. first+63 (first may be negative): a window of the mask row, three words wide.
@@ -73,11 +68,8 @@ SPECDEC_HD uint64_t visible_keys(const TreeRequest& request, const TreeQuery& qu
   dense &= ~low_bits(query.position - request.window + 1 - first);
   for (int i = 0; i < kTileKeys; i++) {
     if (!(tree >> i & 1)) continue;
-#if defined(SPECDEC_MUTANT_WINDOW_BY_SLOT)
-    int64_t position = first + i;
-#else
-    int64_t position = request.slot_positions[first + i - length];
-#endif
+    const int64_t position =
+        planted(Bug::window_by_slot) ? first + i : int64_t{request.slot_positions[first + i - length]};
     if (query.position - position >= request.window) tree &= ~(uint64_t{1} << i);
   }
   return dense | tree;

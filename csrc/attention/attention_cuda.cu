@@ -110,12 +110,14 @@ static void run(AttentionParams& p, ScalarType kv_dtype, int64_t max_nodes, cons
   if (p.num_order > 0 && most_rows > 0 && !std::is_same_v<T, float> && aligned_rows(p, float8 ? 1 : 2)) {
     const MachineLimits machine = machine_limits(q);
     const int rows = choose_tile_rows(p.head_dim, max_nodes * p.group, p.batch_invariant, machine.shared_block);
-    if (rows > 0 && p.v_dim == (p.head_dim == 192 ? 128 : p.head_dim)) {
+    const bool known = rows > 0 && p.v_dim == (p.head_dim == 192 ? 128 : p.head_dim);
+    if (known && launch_mma<T>(p, {rows, 0, machine, stream, true}, float8)) {
       p.row_tiles = static_cast<int32_t>(ceil_div(most_rows, rows));
       p.e5m2 = kv_dtype == ScalarType::Float8_e5m2;
       if (workspace) lay_out_workspace(p, *workspace, rows);
       const int64_t blocks = schedule(p, plan, num_splits, rows, machine, stream);
-      if (launch_mma<T>(p, {rows, blocks, machine, stream}, float8)) return;
+      launch_mma<T>(p, {rows, blocks, machine, stream}, float8);
+      return;
     }
   }
   SPECDEC_LAUNCH((clear_tail_kernel<T>), dim3(1), dim3(32 * kSimtWarps), 0, stream, p);

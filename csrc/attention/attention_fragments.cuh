@@ -2,8 +2,8 @@
 //
 // A float8 row is read by ldmatrix as 16-bit units, so a thread gets four neighbouring bytes where a 16-bit cache gives
 // two pairs. For scores the order of dims is free as long as Q has the same: Q is stored with the dims of each group of
-// 16 permuted. For values the pairs (key 2t, key 2t + 1) of one column are bytes (0, 2) and (1, 3) of a unit: the even
-// and the odd columns of 16 become two fragments.
+// 16 permuted. For values the pairs (position 2t, position 2t + 1) of one column are bytes (0, 2) and (1, 3) of a unit:
+// the even and the odd columns of 16 become two fragments.
 //
 //   position in Q's group   0 1 | 2 3 | 4 5 | 6 7 |  8  9 | 10 11 | 12 13 | 14 15
 //   dim of the cache        0 1 | 4 5 | 8 9 |12 13|  2  3 |  6  7 | 10 11 | 14 15
@@ -55,7 +55,7 @@ __device__ __forceinline__ void query_fragment(uint32_t (&a)[4], const unsigned 
   ptx::ldmatrix_x4(a, q + (row + (lane & 15)) * Tile::kQRow + (2 * step + (lane >> 4)) * 16);
 }
 
-// B operands of the scores: keys key .. key + 15 as two fragments of 8, dims 16 step .. + 15.
+// B operands of the scores: positions key .. key + 15 as two fragments of 8, dims 16 step .. + 15.
 template <class Tile>
 __device__ __forceinline__ void key_fragments(uint32_t (&b)[4], const unsigned char* k, int key, int step, int lane,
                                               bool e5m2) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ void key_fragments(uint32_t (&b)[4], const unsigned c
   }
 }
 
-// B operands of the values: keys key .. key + 15 against output fragments 2 n and 2 n + 1.
+// B operands of the values: positions key .. key + 15 against output fragments 2 n and 2 n + 1.
 template <class Tile>
 __device__ __forceinline__ void value_fragments(uint32_t (&b)[4], const unsigned char* v, int key, int n, int lane,
                                                 bool e5m2) {

@@ -13,8 +13,8 @@
 namespace specdec {
 
 template <class Tile>
-__device__ __forceinline__ float value_at(const unsigned char* v, int key, int column, bool e5m2) {
-  const unsigned char* row = v + key * Tile::kVRow;
+__device__ __forceinline__ float value_at(const unsigned char* v, int position, int column, bool e5m2) {
+  const unsigned char* row = v + position * Tile::kVRow;
   if constexpr (!Tile::kFloat8)
     return to_float(reinterpret_cast<const typename Tile::T*>(row)[column]);
   else
@@ -24,53 +24,53 @@ __device__ __forceinline__ bool finite(float x) {
   return (float_bits(x) & 0x7f800000u) != 0x7f800000u;
 }
 
-// Whether V of keys key .. key + 15 holds an infinity or a NaN. Whole warp.
+// Whether V at positions position .. position + 15 holds an infinity or a NaN. Whole warp.
 template <class Tile>
-__device__ __forceinline__ bool values_broken(const unsigned char* v, int key, int lane, bool e5m2) {
+__device__ __forceinline__ bool values_broken(const unsigned char* v, int position, int lane, bool e5m2) {
   uint32_t found = 0;
 #pragma unroll
   for (int n = 0; n < Tile::DV / 16; n++) {
     uint32_t values[4];
-    value_fragments<Tile>(values, v, key, n, lane, e5m2);
+    value_fragments<Tile>(values, v, position, n, lane, e5m2);
 #pragma unroll
     for (int i = 0; i < 4; i++) found = ptx::add_zero_times(values[i], found, typename Tile::T{});
   }
   return (found & 0x7fff7fffu) != 0;
 }
 
-// Step 1 for this warp's rows and keys [first, first + count).
+// Step 1 for this warp's rows and positions [first, first + count).
 template <class Tile>
 __device__ __forceinline__ void add_broken_values(WarpState<Tile>& state, const unsigned char* v,
                                                   const TileInfo<Tile::kRows>& info, uint64_t shown, bool rows_differ,
                                                   int first, int count, int warp, int lane, bool e5m2) {
 #pragma unroll 1
-  for (int key = first; key < first + count; key++) {
+  for (int position = first; position < first + count; position++) {
 #pragma unroll
     for (int n = 0; n < Tile::DV / 8; n++)
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const float x = value_at<Tile>(v, key, column_of<Tile>(n, i, lane), e5m2);
+        const float x = value_at<Tile>(v, position, column_of<Tile>(n, i, lane), e5m2);
         if (finite(x)) continue;
 #pragma unroll
         for (int m = 0; m < Tile::kRowTiles; m++)
 #pragma unroll
           for (int half = 0; half < 2; half++) {
             const uint64_t seen = rows_differ ? info.visible[row_of<Tile>(warp, m, half, lane)] & shown : shown;
-            if (seen >> key & 1) state.o[m][n][2 * half + i] += x;
+            if (seen >> key_at(position) & 1) state.o[m][n][2 * half + i] += x;
           }
       }
   }
 }
 
-// Step 2: threads `thread` of `count` put zeros for the broken elements of keys [first, first + keys).
+// Step 2: threads `thread` of `count` put zeros for the broken elements at positions [first, first + keys).
 template <class Tile>
 __device__ __forceinline__ void clear_broken_values(unsigned char* v, int first, int keys, int thread, int count,
                                                     bool e5m2) {
 #pragma unroll 1
   for (int c = thread; c < keys * Tile::DV; c += count) {
-    const int key = first + c / Tile::DV, column = c % Tile::DV;
-    if (!finite(value_at<Tile>(v, key, column, e5m2)))
-      reinterpret_cast<typename Tile::KV*>(v + key * Tile::kVRow)[column] = {};
+    const int position = first + c / Tile::DV, column = c % Tile::DV;
+    if (!finite(value_at<Tile>(v, position, column, e5m2)))
+      reinterpret_cast<typename Tile::KV*>(v + position * Tile::kVRow)[column] = {};
   }
 }
 

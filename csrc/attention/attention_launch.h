@@ -13,13 +13,14 @@ inline MachineLimits machine_limits(const Tensor& tensor) {
 // Runs the device planner (plan_cuda.cu).
 void launch_plan(const PlanParams& p, Stream stream);
 
-// Launches the tensor-core kernel of `tile_rows` rows for p's head dims; false where none is compiled. `blocks` is the
-// grid: workers of a plan, or items times splits.
+// Launches the tensor-core kernel of `tile_rows` rows for p's head dims; false where none is compiled, or none fits the
+// machine. `blocks` is the grid: workers of a plan, or items times splits. `ask`: only says whether it would.
 struct MmaLaunch {
   int tile_rows;
   int64_t blocks;
   MachineLimits machine;
   Stream stream;
+  bool ask = false;
 };
 bool launch_mma_bfloat16(const AttentionParams& p, const MmaLaunch& launch);
 bool launch_mma_bfloat16_float8(const AttentionParams& p, const MmaLaunch& launch);

@@ -58,8 +58,9 @@ class TileLoader {
     Info& here = info_[slot];
     if (threadIdx.x < kTileKeys) {
       const bool paged = page_ >= 0 && page_ < p_.num_pages;
-      here.k_row[threadIdx.x] = paged ? (page_ * p_.k_stride_page + row_ * p_.k_stride_row) * Tile::kSize : -1;
-      here.v_row[threadIdx.x] = paged ? (page_ * p_.v_stride_page + row_ * p_.v_stride_row) * Tile::kSize : -1;
+      const int at = position_of(threadIdx.x);
+      here.k_row[at] = paged ? (page_ * p_.k_stride_page + row_ * p_.k_stride_row) * Tile::kSize : -1;
+      here.v_row[at] = paged ? (page_ * p_.v_stride_page + row_ * p_.v_stride_row) * Tile::kSize : -1;
       const uint32_t word = __ballot_sync(kFullWarp, paged);
       if (threadIdx.x % 32 == 0) here.paged[threadIdx.x / 32] = word;
     }
@@ -109,17 +110,17 @@ class TileLoader {
     constexpr bool kEven =
         kMmaThreads % kChunks == 0;  // then a thread keeps its column, and everything is one addition
     const int thread = threadIdx.x;
-    int key = thread / kChunks, chunk = thread % kChunks;
+    int row = thread / kChunks, chunk = thread % kChunks;
 #pragma unroll
     for (int pass = 0; pass < (kCopies + kMmaThreads - 1) / kMmaThreads; pass++) {
       if (!kEven) {
         const int c = pass * kMmaThreads + thread;
         if (kCopies % kMmaThreads && c >= kCopies) break;
-        key = c / kChunks, chunk = c % kChunks;
+        row = c / kChunks, chunk = c % kChunks;
       }
-      const int at = kEven ? key + pass * kStep : key;
+      const int at = kEven ? row + pass * kStep : row;
       const int64_t offset = rows[at];
-      const bool valid = offset >= 0 && (!kMasked || (needed >> at & 1));
+      const bool valid = offset >= 0 && (!kMasked || (needed >> key_at(at) & 1));
       const char* source = reinterpret_cast<const char*>(head) + chunk * 16 + (valid ? offset : 0);
       ptx::cp_async_16(target + at * kRow + chunk * 16, source, valid);
     }

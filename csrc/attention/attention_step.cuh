@@ -48,26 +48,26 @@ __device__ __forceinline__ void multiply_keys(float (&s)[Tile::kRowTiles][Tile::
   }
 }
 
-// Scores of keys that a row does not see become -inf: bits 8 n + i of the row's shifted word are this thread's columns.
-// Nothing but this function and its two lines above the call knows of masks (held by tests/test_static_budgets.py).
+// Scores of keys that a row does not see become -inf: bit 2 n + i of `seen` is this thread's column i of fragment n.
+// Nothing but this function and the lines above its call knows of masks (held by tests/test_static_budgets.py).
 template <class Tile>
-__device__ __forceinline__ void hide_keys(float (&s)[Tile::kFragments][4], int half, uint64_t visible) {
-  const uint32_t words[2] = {static_cast<uint32_t>(visible), static_cast<uint32_t>(visible >> 32)};
+__device__ __forceinline__ void hide_keys(float (&s)[Tile::kFragments][4], int half, uint32_t seen) {
 #pragma unroll
   for (int n = 0; n < Tile::kFragments; n++)
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       float& x = s[n][2 * half + i];
-      x = words[n / 4] >> (8 * (n % 4) + i) & 1u ? x : -INFINITY;
+      x = seen >> (2 * n + i) & 1u ? x : -INFINITY;
     }
 }
 
-// Scores become weights 2^(x - top); top, sum and the outputs move to the new maxima.
+// Of the step from position `first` on: scores become weights 2^(x - top); top, sum and the outputs move to the new
+// maxima.
 template <class Tile, bool kMasked>
 __device__ __forceinline__ void softmax(float (&s)[Tile::kRowTiles][Tile::kFragments][4], WarpState<Tile>& state,
                                         const ScoreScale& scale, const TileInfo<Tile::kRows>& info, uint64_t shown,
-                                        bool rows_differ, int key, int warp, int lane) {
-  const int t = lane % 4;
+                                        bool rows_differ, int first, int warp, int lane) {
+  const int shift = 16 * (lane % 4) + first / 4;  // of the thread's first key of the step
   float shrink[Tile::kRowTiles][2];
   bool moved = false;
 #pragma unroll
@@ -89,9 +89,9 @@ __device__ __forceinline__ void softmax(float (&s)[Tile::kRowTiles][Tile::kFragm
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       if constexpr (kMasked) {
-        uint64_t visible = shown;
-        if (rows_differ) visible &= info.visible[row_of<Tile>(warp, m, half, lane)];
-        hide_keys<Tile>(s[m], half, visible >> (key + 2 * t));
+        uint32_t seen = static_cast<uint32_t>(shown >> shift);
+        if (rows_differ) seen &= static_cast<uint32_t>(info.visible[row_of<Tile>(warp, m, half, lane)] >> shift);
+        hide_keys<Tile>(s[m], half, seen);
       }
       float best = state.top[m][half];
 #pragma unroll
@@ -157,11 +157,11 @@ __device__ __forceinline__ void attend_tile(WarpState<Tile>& state, const Attent
                                             int warp, int lane) {
 #pragma unroll 1
   for (int step = 0; step < Tile::kSteps; step++) {
-    const int key = Tile::kSplitKeys ? warp * 16 : step * Tile::kStepKeys;
+    const int first = Tile::kSplitKeys ? warp * 16 : step * Tile::kStepKeys;
     float s[Tile::kRowTiles][Tile::kFragments][4] = {};
-    multiply_keys<Tile>(s, state, q, k, key, warp, lane, p.e5m2);
-    softmax<Tile, kMasked>(s, state, scale, info, shown, rows_differ, key, warp, lane);
-    multiply_values<Tile>(s, state, v, key, lane, p.e5m2);
+    multiply_keys<Tile>(s, state, q, k, first, warp, lane, p.e5m2);
+    softmax<Tile, kMasked>(s, state, scale, info, shown, rows_differ, first, warp, lane);
+    multiply_values<Tile>(s, state, v, first, lane, p.e5m2);
   }
 }
 

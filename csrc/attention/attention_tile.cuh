@@ -10,6 +10,10 @@
 //        rows      warp 0       warp 1   warp 2   warp 3              rows     warp 0
 //                  (four softmaxes, merged at the end)                         warp 1 .. warp 3
 //
+// Keys lie in a tile in an order that gives a thread of an mma neighbouring ones, so that the word of a row, shifted
+// once, holds its bits side by side: position 8 n + 2 t + i (fragment n of 8 keys, thread t of four, column i) has key
+// 16 t + 2 n + i.
+//
 // Shared memory: Q | ring of K and V stages (reused by the merge of S and M) | ring of TileInfo, one longer.
 // Rows are padded to an odd number of 16-byte units: ldmatrix reads eight of them without bank conflicts.
 #pragma once
@@ -19,6 +23,13 @@ namespace specdec {
 
 constexpr int kMmaThreads = 128, kMmaWarps = 4, kMaxStages = 4;
 
+SPECDEC_HD constexpr int key_at(int position) {
+  return (position >> 1 & 3) * 16 + (position >> 3) * 2 + (position & 1);
+}
+SPECDEC_HD constexpr int position_of(int key) {
+  return (key >> 1 & 7) * 8 + (key >> 4) * 2 + (key & 1);
+}
+
 // Either float8 format; which one is a run-time flag, since only the widening of a fragment differs.
 struct Float8 {
   uint8_t bits;
@@ -27,7 +38,7 @@ struct Float8 {
 // What loads and softmax need to know of a tile; written one barrier before its loads start.
 template <int kRows>
 struct alignas(16) TileInfo {
-  int64_t k_row[kTileKeys], v_row[kTileKeys];  // bytes from the head's first row; < 0: no page
+  int64_t k_row[kTileKeys], v_row[kTileKeys];  // by position: bytes from the head's first row; < 0: no page
   uint64_t visible[kRows];                     // masked tiles: bit k = the row sees key k
   uint32_t needed[2 * kMmaWarps];              // masked tiles: keys that some row of a warp's share sees
   uint32_t paged[2];                           // keys that have a page

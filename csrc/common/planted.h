@@ -1,6 +1,7 @@
-// Planted bugs: faults that tests compile into the shipped kernels to show that the CUDA-on-CPU checks catch them
-// (docs/cuda_on_cpu.md, tests/test_cuda_on_cpu_bugs.py). In every real build `planted` is false at compile time and the
-// branches vanish. nvcc: -DSPECDEC_PLANTED_BUG=<number>. g++: -DSPECDEC_PLANTED_AT_RUN_TIME, one build for all of them.
+// Planted bugs: faults that tests compile into the shipped kernels to show that the CUDA-on-CPU checks
+// or the suites catch them (docs/cuda_on_cpu.md, tests/test_cuda_on_cpu_bugs.py, tests/test_attention_mutants.py). In
+// every real build `planted` is false at compile time and the branches vanish. nvcc: -DSPECDEC_PLANTED_BUG=<number>.
+// g++: -DSPECDEC_PLANTED_AT_RUN_TIME, one build for all of them.
 #pragma once
 
 #include "hostdevice.h"
@@ -36,6 +37,11 @@ enum class Bug : int {
   uninitialised_shared = 16,  // scratch is read where nothing was written
   missing_wait = 17,          // cp.async copies that are never waited for
   shift_past_word = 18,       // x86 takes the shift modulo 32, a GPU gives 0
+  // Of CPU op and GPU kernels alike (tests/test_attention_mutants.py):
+  mask_ignored = 19,
+  mask_word_off_by_one = 20,
+  mask_bit_order = 21,  // most significant bit first
+  window_by_slot = 22,  // a window counts slots where it has to count depth
 };
 
 #if defined(SPECDEC_PLANTED_AT_RUN_TIME)

@@ -23,7 +23,18 @@ from specdec_kernels import _ops
 from tests.cuda_on_cpu import build
 from tests.cuda_on_cpu.library import Config, EmulationError, Library
 
-__all__ = ["BACKENDS", "Config", "EmulationError", "choose", "library", "missing", "register", "run_op", "supports"]
+__all__ = [
+    "BACKENDS",
+    "Config",
+    "EmulationError",
+    "choose",
+    "library",
+    "missing",
+    "register",
+    "run_op",
+    "suite_library",
+    "supports",
+]
 
 BACKENDS = ("emulated", "ptx", "triton_interpret", "triton_ptx")
 _chosen = ["race", "80", ""]  # variant of `emulated`, architecture of `ptx`, part of the paths of the CUDA files
@@ -52,11 +63,13 @@ def library(
 
     variant: "race", "plain", "planted" or "asan" (tests/cuda_on_cpu/build.py). ptx_arch: also carry the translated PTX
     of every file for this architecture ("80", "90a"); `ptx` says so file by file. defines: macros for path A. ops: only
-    the files that implement one of them.
+    the files that implement one of them, and the files beside those that implement none (parts of an op's kernel).
     """
     name = "_".join(["specdec_emulated", variant, *([f"sm{ptx_arch}"] if ptx_arch else [])])
     name += "".join("_" + re.sub(r"\W", "_", define) for define in defines)
-    sources = [path for path in build.cuda_sources() if not ops or ops & ops_in(path)]
+    sources = build.cuda_sources()
+    rooms = {path.parent for path in sources if not ops or ops & ops_in(path)}
+    sources = [path for path in sources if path.parent in rooms and (not ops or not ops_in(path) or ops & ops_in(path))]
     if ptx_arch:
         ptx = tuple(build.Ptx(source, build.arch_of(source, ptx_arch), defines) for source in sources)
     path = build.emulated_library(sources, name, variant, ptx, defines)
@@ -116,12 +129,17 @@ def register() -> tuple[str, ...]:
     return found
 
 
+def suite_library() -> Library:
+    """What backends `emulated` and `ptx` run."""
+    variant, ptx_arch, kernels = _chosen
+    wanted = [path for path in build.cuda_sources() if kernels in path.relative_to(build.ROOT).as_posix()]
+    ops = frozenset().union(*map(ops_in, wanted)) if kernels else frozenset()
+    return library(variant, ptx_arch if missing("ptx") is None else None, ops=ops)
+
+
 def _implementation(backend: str, op: str) -> Any:
     if backend in ("emulated", "ptx"):
-        variant, ptx_arch, kernels = _chosen
-        wanted = [path for path in build.cuda_sources() if kernels in path.relative_to(build.ROOT).as_posix()]
-        ops = frozenset().union(*map(ops_in, wanted)) if kernels else frozenset()
-        loaded = library(variant, ptx_arch if missing("ptx") is None else None, ops=ops)
+        loaded = suite_library()
         if not _has_kernel(loaded.namespace, op):
             return None
 
