@@ -122,8 +122,10 @@ def make(target: Path, command: list[str], depfile: bool = False) -> Path:
         command = [*command, "-MMD", "-MF", str(target.with_suffix(target.suffix + ".d"))]
     with locked(target):
         if not _fresh(target, command):
+            note = target.with_suffix(target.suffix + ".cmd")
+            note.unlink(missing_ok=True)  # a compiler that is stopped leaves half a file
             run(command)
-            target.with_suffix(target.suffix + ".cmd").write_text(" ".join(command))
+            note.write_text(" ".join(command))
     return target
 
 
