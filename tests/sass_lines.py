@@ -45,27 +45,22 @@ def lines_of_function(path: Path, name: str) -> range:
     return range(first + 1, last + 2)
 
 
-def mask_instructions(code: list[Instruction]) -> tuple[int, int]:
-    """Instructions of `hide_keys` in the copy of the tile step for context tiles, and in the masked one."""
-    (context, _), (masked, _) = tile_steps(code)
-    return context, masked
-
-
 def tile_steps(code: list[Instruction]) -> list[tuple[int, int]]:
-    """(instructions of `hide_keys`, all instructions) from the first to the last product of a tile step.
+    """(instructions of the mask, all but products and ldmatrix) from the first to the last product of a tile step.
 
-    The step exists twice in a kernel, masked and not, with the same products. Sorted: context first.
+    The step exists twice in a kernel, masked and not. Both copies have the same products and the same ldmatrix (of
+    which one may lie before the first product), so those are left out. Sorted: context first.
     """
     path = CSRC / "attention" / "attention_step.cuh"
-    lines = lines_of_function(path, "hide_keys")
+    lines = {line for name in ("read_visible", "hide_keys") for line in lines_of_function(path, name)}
     products = [i for i, one in enumerate(code) if one.name.startswith("HMMA")]
     assert products
     assert len(products) % 2 == 0
     half = len(products) // 2
     counts = []
     for part in (products[:half], products[half:]):
-        inside = code[part[0] : part[-1] + 1]
+        inside = [one for one in code[part[0] : part[-1] + 1] if not one.name.startswith(("HMMA", "LDSM"))]
         counts.append((sum(one.file == path.name and one.line in lines for one in inside), len(inside)))
     total = sum(one.file == path.name and one.line in lines for one in code)
-    assert sum(hiding for hiding, _ in counts) == total, "mask instructions outside the tile step"
+    assert sum(masking for masking, _ in counts) == total, "mask instructions outside the tile step"
     return sorted(counts)

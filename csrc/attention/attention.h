@@ -66,6 +66,7 @@ SPECDEC_HD uint64_t visible_keys(const TreeRequest& request, const TreeQuery& qu
   }
   if (request.window < 0) return dense | tree;
   dense &= ~low_bits(query.position - request.window + 1 - first);
+#pragma unroll 1
   for (int i = 0; i < kTileKeys; i++) {
     if (!(tree >> i & 1)) continue;
     const int64_t position =

@@ -73,15 +73,26 @@ __device__ __forceinline__ void key_fragments(uint32_t (&b)[4], const unsigned c
   }
 }
 
-// B operands of the values: positions key .. key + 15 against output fragments 2 n and 2 n + 1.
+// V at positions key .. key + 15, columns 16 n .. + 15, as ldmatrix gives it: 2 words a thread of a float8 cache, else 4.
+template <class Tile>
+__device__ __forceinline__ void raw_values(uint32_t (&raw)[Tile::kFloat8 ? 2 : 4], const unsigned char* v, int key,
+                                           int n, int lane) {
+  const unsigned char* row = v + (key + (lane & 15)) * Tile::kVRow;
+  if constexpr (Tile::kFloat8)
+    ptx::ldmatrix_x2_transposed(raw, row + n * 16);
+  else
+    ptx::ldmatrix_x4_transposed(raw, row + (2 * n + (lane >> 4)) * 16);
+}
+
+// B operands of the values: the same against output fragments 2 n and 2 n + 1.
 template <class Tile>
 __device__ __forceinline__ void value_fragments(uint32_t (&b)[4], const unsigned char* v, int key, int n, int lane,
                                                 bool e5m2) {
   if constexpr (!Tile::kFloat8) {
-    ptx::ldmatrix_x4_transposed(b, v + (key + (lane & 15)) * Tile::kVRow + (2 * n + (lane >> 4)) * 16);
+    raw_values<Tile>(b, v, key, n, lane);
   } else {
     uint32_t raw[2];
-    ptx::ldmatrix_x2_transposed(raw, v + (key + (lane & 15)) * Tile::kVRow + n * 16);
+    raw_values<Tile>(raw, v, key, n, lane);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       b[i] = widen<typename Tile::T>(raw[i], 0, 2, e5m2);

@@ -10,7 +10,8 @@ namespace specdec {
 // have. 0: the machine has too little shared memory.
 template <class Tile>
 int ring_stages(const MachineLimits& machine) {
-  constexpr int64_t kReserved = 1024 + 2048;  // the system's part of a block, and static arrays
+  constexpr int64_t kReserved = reserved_shared(Tile::kRows);
+  static_assert(1024 + sizeof(BlockState<Tile>) + 32 <= kReserved, "32: clear_tail's scratch");
   for (int64_t limit : {machine.shared_multiprocessor / 2, machine.shared_block})
     for (int stages = kMaxStages; stages >= 2; stages--)
       if (Tile::bytes(stages) + kReserved <= limit) return stages;

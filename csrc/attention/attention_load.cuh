@@ -25,7 +25,7 @@ template <class Tile>
 class TileLoader {
  public:
   using KV = typename Tile::KV;
-  using Info = TileInfo<Tile::kRows>;
+  using Info = TileInfo<Tile>;
 
   __device__ __forceinline__ TileLoader(const AttentionParams& p, const Item& item, unsigned char* ring, Info* info)
       : p_(p), item_(item), ring_(ring), info_(info) {
@@ -39,7 +39,7 @@ class TileLoader {
   __device__ __forceinline__ bool masked(int32_t tile) const {
     return tile >= item_.masked_from || tile < item_.masked_until;
   }
-  __device__ __forceinline__ const Info& info(int slot) const { return info_[slot]; }
+  __device__ __forceinline__ Info& info(int slot) const { return info_[slot]; }
   __device__ __forceinline__ const unsigned char* keys(int stage) const { return ring_ + stage * Tile::kStage; }
   __device__ __forceinline__ const unsigned char* values(int stage) const {
     return ring_ + stage * Tile::kStage + kTileKeys * Tile::kKRow;
@@ -82,13 +82,33 @@ class TileLoader {
     uint64_t visible = 0;
     if (node_ >= 0)
       visible = visible_keys(item_.request.tree, attention_query(p_, item_.request, node_), int64_t{tile} * kTileKeys);
-    if (threadIdx.x < Tile::kRows) here.visible[threadIdx.x] = visible;
+    if (threadIdx.x < Tile::kRows || Tile::kRows < 32) spread_visible(visible, here);
     const uint32_t low = __reduce_or_sync(kFullWarp, static_cast<uint32_t>(visible));
     const uint32_t high = __reduce_or_sync(kFullWarp, static_cast<uint32_t>(visible >> 32));
     if (threadIdx.x % 32 == 0) {
       here.needed[threadIdx.x / 32 * 2] = low;
       here.needed[threadIdx.x / 32 * 2 + 1] = high;
     }
+  }
+
+  // Of rows g and g + 8 each thread takes two of the four threads t that read their words. Whole warps.
+  __device__ __forceinline__ void spread_visible(uint64_t visible, Info& here) {
+    constexpr int kBits = Tile::kMaskUnit / 4;  // of a row, in a word
+    const int row = threadIdx.x, half = row >> 3 & 1;
+    const auto own = static_cast<uint32_t>(half ? visible >> 32 : visible);
+    const uint32_t other = __shfl_xor_sync(kFullWarp, static_cast<uint32_t>(half ? visible : visible >> 32), 8);
+    if (row >= Tile::kRows) return;
+    const uint32_t lower = half ? other : own, upper = half ? own : other;
+    const int warp = Tile::kSplitKeys ? 0 : row / (16 * Tile::kRowTiles), m = row / 16 % Tile::kRowTiles;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int unit = 0; unit < Tile::kMaskUnits; unit++) {
+        const int shift = 16 * i + unit * kBits;
+        const uint32_t bits = (lower >> shift & ((1u << kBits) - 1)) | (upper >> shift & ((1u << kBits) - 1)) << kBits;
+        here.visible[mask_index<Tile>(warp, row % 8, 2 * half + i, unit, m)] =
+            static_cast<typename Tile::MaskWord>(mask_word_of(bits));
+      }
   }
 
   // Keys without a page, and on masked tiles keys that no row sees, become zeros, whatever lies there.

@@ -149,7 +149,7 @@ __device__ __forceinline__ bool last_part(int32_t* counter, int64_t parts, int32
 }
 
 // Merges the parts of an item, in their order, into the output. slot_of(part): its slot. Four float4 a thread are in
-// flight for each of four parts: one block has to pull all parts through one SM.
+// flight for each of two parts: one block has to pull all parts through one SM.
 template <class Tile, class SlotOf>
 __device__ __forceinline__ void merge_parts(const AttentionParams& p, const Destination& to, int32_t parts,
                                             SlotOf slot_of) {
@@ -166,13 +166,14 @@ __device__ __forceinline__ void merge_parts(const AttentionParams& p, const Dest
       live[j] = c < kRows * kQuads && to.row0 + row[j] < to.rows;
       common[j] = -INFINITY;
     }
+#pragma unroll 1
     for (int32_t i = 0; i < parts; i++) {
       const float* tops = slot_of(i) + kRows * DV;
 #pragma unroll
       for (int j = 0; j < kTogether; j++)
         if (live[j]) common[j] = fmaxf(common[j], tops[row[j]]);
     }
-#pragma unroll 4
+#pragma unroll 2
     for (int32_t i = 0; i < parts; i++) {
       const float* slot = slot_of(i);
 #pragma unroll

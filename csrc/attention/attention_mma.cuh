@@ -66,7 +66,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const Item& ite
                                        unsigned char* shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, stages = p.stages;
   unsigned char *q = shared, *ring = shared + Tile::kRows * Tile::kQRow;
-  auto* infos = reinterpret_cast<TileInfo<Tile::kRows>*>(ring + Tile::ring(stages));
+  auto* infos = reinterpret_cast<TileInfo<Tile>*>(ring + Tile::ring(stages));
   TileLoader<Tile> loader(p, item, ring, infos);
   const float k_scale = p.k_scale ? p.k_scale[item.head * p.k_scale_stride] : 1.0f;
   constexpr float kLog2E = 1.4426950408889634f;
@@ -88,24 +88,10 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const Item& ite
   const bool busy = Tile::kSplitKeys || item.row0 + row_of<Tile>(warp, 0, 0, 0) < item.rows;
 
   load_queries<Tile>(p, item.request, q, item.head, item.row0, item.rows);
-  for (int i = 0; i < stages - 1; i++) {
-    loader.ask(item.begin + i);
-    if (item.begin + i < item.end) loader.look_up(item.begin + i, i);
-  }
-  loader.ask(item.begin + stages - 1);
-  __syncthreads();
-  for (int i = 0; i < stages - 1; i++) loader.load(item.begin + i, i, i);
-
-  int stage = 0, slot = 0, next_stage = stages - 1, next_slot = stages - 1;
-  if constexpr (Tile::kQInRegisters) {
-    wait_for_oldest(stages, false);
-    __syncthreads();
-#pragma unroll
-    for (int step = 0; step < Tile::D / 16; step++)
-      query_fragment<Tile>(state.q[step], q, Tile::kSplitKeys ? 0 : warp * 16, step, lane);
-  }
-  for (int32_t tile = item.begin; tile < item.end; tile++) {
-    const int32_t ahead = tile + stages - 1;
+  int stage = 0, slot = 0, next_stage = 0, next_slot = 0;
+  loader.ask(item.begin);
+  for (int32_t ahead = item.begin; ahead - (stages - 1) < item.end; ahead++) {
+    const int32_t tile = ahead - (stages - 1);  // before `begin` while the ring fills
     if (ahead < item.end) loader.look_up(ahead, next_slot);
     loader.ask(ahead + 1);
     if (planted(Bug::refill_too_early)) {
@@ -115,24 +101,30 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const Item& ite
     wait_for_oldest(stages, tile + 1 == item.end);
     __syncthreads();  // this tile has landed for all; all have left the stage that the next load overwrites
     if (!planted(Bug::refill_too_early)) loader.load(ahead, next_slot, next_stage);
-    const TileInfo<Tile::kRows>& info = loader.info(slot);
+    next_stage = next_stage + 1 == stages ? 0 : next_stage + 1;
+    next_slot = next_slot == stages ? 0 : next_slot + 1;
+    if (tile < item.begin) continue;
+    if constexpr (Tile::kQInRegisters) {
+      if (tile == item.begin) {
+#pragma unroll
+        for (int step = 0; step < Tile::D / 16; step++)
+          query_fragment<Tile>(state.q[step], q, Tile::kSplitKeys ? 0 : warp * 16, step, lane);
+      }
+    }
+    TileInfo<Tile>& info = loader.info(slot);
     const uint64_t shown = static_cast<uint64_t>(info.paged[1]) << 32 | info.paged[0];
-    if (!loader.masked(tile) && shown == ~uint64_t{0}) {
+    const bool masked = loader.masked(tile), holes = shown != ~uint64_t{0};
+    if (!masked && !holes) {
       if (busy)
-        attend_tile<Tile, false>(state, p, scale, q, loader.keys(stage), loader.values(stage), info, shown, false, warp,
-                                 lane);
+        attend_tile<Tile, false>(state, p, scale, q, loader.keys(stage), loader.values(stage), info, warp, lane);
     } else {
-      const bool rows_differ = loader.masked(tile);
-      guard_values<Tile>(state, const_cast<unsigned char*>(loader.values(stage)), info, shown, rows_differ, busy, warp,
-                         lane, p.e5m2);
+      if (holes) hide_missing<Tile>(info, shown, !masked);
+      guard_values<Tile>(state, const_cast<unsigned char*>(loader.values(stage)), info, busy, warp, lane, p.e5m2);
       if (busy)
-        attend_tile<Tile, true>(state, p, scale, q, loader.keys(stage), loader.values(stage), info, shown, rows_differ,
-                                warp, lane);
+        attend_tile<Tile, true>(state, p, scale, q, loader.keys(stage), loader.values(stage), info, warp, lane);
     }
     stage = stage + 1 == stages ? 0 : stage + 1;
-    next_stage = next_stage + 1 == stages ? 0 : next_stage + 1;
     slot = slot == stages ? 0 : slot + 1;
-    next_slot = next_slot == stages ? 0 : next_slot + 1;
   }
   if (!planted(Bug::missing_wait)) ptx::cp_async_wait<0>();  // Q of a part without tiles
 }

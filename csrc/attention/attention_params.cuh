@@ -121,9 +121,9 @@ struct RowEnd {
 __device__ __forceinline__ RowEnd finish_row(const AttentionParams& p, float top, float sum, int32_t q_head) {
   constexpr float kLn2 = 0.6931471805599453f, kLog2E = 1.4426950408889634f;
   if (sum == 0.0f) return {0.0f, -INFINITY};  // nothing seen; a NaN sum goes on to the output
-  const float all = p.sinks ? sum + exp2f(p.sinks[q_head] * kLog2E - top) : sum;
+  const float all = p.sinks ? sum + ptx::ex2(p.sinks[q_head] * kLog2E - top) : sum;
   const float v_scale = p.v_scale ? p.v_scale[q_head / p.group * p.v_scale_stride] : 1.0f;
-  return {v_scale / all, (top + log2f(sum)) * kLn2};
+  return {v_scale / all, (top + ptx::lg2(sum)) * kLn2};  // sum is near 1 or more: lg2 is good to 2^-22
 }
 
 __device__ __forceinline__ void store_value(float* out, float x) {

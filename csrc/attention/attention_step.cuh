@@ -9,13 +9,10 @@ struct ScoreScale {
   float softcap;  // times log2(e); 0: none
 };
 
-// tanh. Near 0 a polynomial keeps the relative accuracy (error below 4e-7); elsewhere 1 - 2 / (1 + e^2y).
+// tanh to 2e-7, absolutely: times a softcap that is far below what rounding a score to 16 bits has cost already.
 __device__ __forceinline__ float fast_tanh(float y) {
   constexpr float kLog2E = 1.4426950408889634f;
-  const float magnitude = fabsf(y), square = y * y;
-  const float series = y * (1.0f + square * (-1.0f / 3 + square * (2.0f / 15 - square * (17.0f / 315))));
-  const float tail = copysignf(1.0f - __fdividef(2.0f, 1.0f + ptx::ex2(2.0f * kLog2E * magnitude)), y);
-  return magnitude < 0.25f ? series : tail;
+  return 1.0f - __fdividef(2.0f, 1.0f + ptx::ex2(2.0f * kLog2E * y));
 }
 
 // Scores of `kFragments` x 8 keys from `key` on: s = Q K^T.
@@ -48,26 +45,43 @@ __device__ __forceinline__ void multiply_keys(float (&s)[Tile::kRowTiles][Tile::
   }
 }
 
-// Scores of keys that a row does not see become -inf: bit 2 n + i of `seen` is this thread's column i of fragment n.
-// Nothing but this function and the lines above its call knows of masks (held by tests/test_static_budgets.py).
+// Words of the thread's row tiles for the step: one load.
 template <class Tile>
-__device__ __forceinline__ void hide_keys(float (&s)[Tile::kFragments][4], int half, uint32_t seen) {
+__device__ __forceinline__ void read_visible(uint32_t (&words)[Tile::kStepUnits][Tile::kRowTiles],
+                                             const TileInfo<Tile>& info, int first, int warp, int lane) {
+  constexpr int kWords = Tile::kStepUnits * Tile::kRowTiles;
+  using Word = typename Tile::MaskWord;
+  struct alignas(kWords * sizeof(Word)) Together {
+    Word word[kWords];
+  };
+  const Word* own = info.visible + mask_index<Tile>(warp, lane / 4, lane % 4, first / Tile::kMaskUnit, 0);
+  const Together together = *reinterpret_cast<const Together*>(own);
 #pragma unroll
-  for (int n = 0; n < Tile::kFragments; n++)
+  for (int i = 0; i < kWords; i++) words[i / Tile::kRowTiles][i % Tile::kRowTiles] = together.word[i];
+}
+
+// Scores of keys that a row does not see become -inf. Nothing but this function and read_visible knows of masks (held by
+// tests/test_static_budgets.py).
+template <class Tile>
+__device__ __forceinline__ void hide_keys(float (&s)[Tile::kFragments][4], uint32_t word, int unit) {
+  constexpr int kFragments = Tile::kMaskUnit / 8;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      float& x = s[n][2 * half + i];
-      x = seen >> (2 * n + i) & 1u ? x : -INFINITY;
-    }
+  for (int half = 0; half < 2; half++)
+#pragma unroll
+    for (int n = 0; n < kFragments; n++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        float& x = s[unit * kFragments + n][2 * half + i];
+        x = word & 1u << mask_bit((half * kFragments + n) * 2 + i) ? x : -INFINITY;
+      }
 }
 
 // Of the step from position `first` on: scores become weights 2^(x - top); top, sum and the outputs move to the new
 // maxima.
 template <class Tile, bool kMasked>
 __device__ __forceinline__ void softmax(float (&s)[Tile::kRowTiles][Tile::kFragments][4], WarpState<Tile>& state,
-                                        const ScoreScale& scale, const TileInfo<Tile::kRows>& info, uint64_t shown,
-                                        bool rows_differ, int first, int warp, int lane) {
-  const int shift = 16 * (lane % 4) + first / 4;  // of the thread's first key of the step
+                                        const ScoreScale& scale, const TileInfo<Tile>& info, int first, int warp,
+                                        int lane) {
   float shrink[Tile::kRowTiles][2];
   bool moved = false;
 #pragma unroll
@@ -84,15 +98,18 @@ __device__ __forceinline__ void softmax(float (&s)[Tile::kRowTiles][Tile::kFragm
 #pragma unroll
         for (int i = 0; i < 4; i++) s[m][n][i] = scale.softcap * fast_tanh(s[m][n][i]);
   }
+  if constexpr (kMasked) {
+    uint32_t words[Tile::kStepUnits][Tile::kRowTiles];
+    read_visible<Tile>(words, info, first, warp, lane);
+#pragma unroll
+    for (int m = 0; m < Tile::kRowTiles; m++)
+#pragma unroll
+      for (int unit = 0; unit < Tile::kStepUnits; unit++) hide_keys<Tile>(s[m], words[unit][m], unit);
+  }
 #pragma unroll
   for (int m = 0; m < Tile::kRowTiles; m++)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      if constexpr (kMasked) {
-        uint32_t seen = static_cast<uint32_t>(shown >> shift);
-        if (rows_differ) seen &= static_cast<uint32_t>(info.visible[row_of<Tile>(warp, m, half, lane)] >> shift);
-        hide_keys<Tile>(s[m], half, seen);
-      }
       float best = state.top[m][half];
 #pragma unroll
       for (int n = 0; n < Tile::kFragments; n++) best = fmaxf(best, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
@@ -149,18 +166,17 @@ __device__ __forceinline__ void multiply_values(const float (&s)[Tile::kRowTiles
   }
 }
 
-// A tile from ring stage k, v. shown: keys that have a page; rows_differ: info holds the rows' words.
+// A tile from ring stage k, v.
 template <class Tile, bool kMasked>
 __device__ __forceinline__ void attend_tile(WarpState<Tile>& state, const AttentionParams& p, const ScoreScale& scale,
                                             const unsigned char* q, const unsigned char* k, const unsigned char* v,
-                                            const TileInfo<Tile::kRows>& info, uint64_t shown, bool rows_differ,
-                                            int warp, int lane) {
+                                            const TileInfo<Tile>& info, int warp, int lane) {
 #pragma unroll 1
   for (int step = 0; step < Tile::kSteps; step++) {
     const int first = Tile::kSplitKeys ? warp * 16 : step * Tile::kStepKeys;
     float s[Tile::kRowTiles][Tile::kFragments][4] = {};
     multiply_keys<Tile>(s, state, q, k, first, warp, lane, p.e5m2);
-    softmax<Tile, kMasked>(s, state, scale, info, shown, rows_differ, first, warp, lane);
+    softmax<Tile, kMasked>(s, state, scale, info, first, warp, lane);
     multiply_values<Tile>(s, state, v, first, lane, p.e5m2);
   }
 }

@@ -15,17 +15,20 @@ __device__ __forceinline__ void clear_tail(const AttentionParams& p) {
     if (last.first_row + last.num_nodes == p.num_rows) return;
   }
   int64_t mine = 0;
+#pragma unroll 1
   for (int32_t b = threadIdx.x; b < p.num_requests; b += blockDim.x) {
     const AttentionRequest r = attention_request(p, b);
     mine = r.first_row + r.num_nodes > mine ? r.first_row + r.num_nodes : mine;
   }
   const int64_t used = block_reduce(mine, Maximum{}, int64_t{0}, scratch);
-  const int64_t head_dim = int64_t{p.num_q_heads} * p.v_dim;
-  for (int64_t i = used * head_dim + threadIdx.x; i < p.num_rows * head_dim; i += blockDim.x) {
-    const int64_t row = i / head_dim, head = i % head_dim / p.v_dim, column = i % p.v_dim;
-    store_value(reinterpret_cast<T*>(p.out) + row * p.out_stride_n + head * p.out_stride_h + column, 0.0f);
-    if (column == 0 && p.lse) p.lse[row * p.lse_stride_n + head] = -INFINITY;
-  }
+  for (int64_t row = used; row < p.num_rows; row++)
+#pragma unroll 1
+    for (int32_t head = 0; head < p.num_q_heads; head++) {
+      T* out = reinterpret_cast<T*>(p.out) + row * p.out_stride_n + head * p.out_stride_h;
+#pragma unroll 1
+      for (int32_t column = threadIdx.x; column < p.v_dim; column += blockDim.x) store_value(out + column, 0.0f);
+      if (threadIdx.x == 0 && p.lse) p.lse[row * p.lse_stride_n + head] = -INFINITY;
+    }
 }
 
 }  // namespace specdec

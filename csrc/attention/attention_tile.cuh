@@ -35,14 +35,8 @@ struct Float8 {
   uint8_t bits;
 };
 
-// What loads and softmax need to know of a tile; written one barrier before its loads start.
-template <int kRows>
-struct alignas(16) TileInfo {
-  int64_t k_row[kTileKeys], v_row[kTileKeys];  // by position: bytes from the head's first row; < 0: no page
-  uint64_t visible[kRows];                     // masked tiles: bit k = the row sees key k
-  uint32_t needed[2 * kMmaWarps];              // masked tiles: keys that some row of a warp's share sees
-  uint32_t paged[2];                           // keys that have a page
-};
+template <class Tile>
+struct TileInfo;
 
 template <class T_, class KV_, int D_, int DV_, int kRows_>
 struct MmaTile {
@@ -64,12 +58,36 @@ struct MmaTile {
   static constexpr int kStage = kTileKeys * (kKRow + kVRow);
   static constexpr int kMergeRow = DV + 8;  // floats: float2 stores without bank conflicts
   static constexpr int kMerge = kSplitKeys ? kMmaWarps * kRows * kMergeRow * 4 : 0;
-  static constexpr int kInfo = sizeof(TileInfo<kRows>);
+  static constexpr int kMaskUnit = kStepKeys == 16 ? 16 : 32, kMaskUnits = kTileKeys / kMaskUnit;
+  static constexpr int kStepUnits = kStepKeys / kMaskUnit;
+  using MaskWord = std::conditional_t<kMaskUnit == 16, uint16_t, uint32_t>;
+  static constexpr int kMaskWords = (kSplitKeys ? 1 : kMmaWarps) * 32 * kMaskUnits * kRowTiles;
   SPECDEC_HD static constexpr int ring(int stages) { return stages * kStage > kMerge ? stages * kStage : kMerge; }
-  SPECDEC_HD static constexpr int bytes(int stages) { return kRows * kQRow + ring(stages) + (stages + 1) * kInfo; }
+  SPECDEC_HD static constexpr int bytes(int stages) { return kRows * kQRow + ring(stages) + (stages + 1) * static_cast<int>(sizeof(TileInfo<MmaTile>)); }
   // The ring is sized for two blocks a multiprocessor; registers (outputs dominate) must allow them.
   static constexpr int kMinBlocks = 2;
   static constexpr int kSlot = kRows * (DV + 2);  // floats of a partial result: outputs, then tops, then sums
+};
+
+// Visibility of a masked tile, as the softmax wants it. A word holds what one thread of an mma may see of a unit of 16 or
+// 32 keys in its two rows of a row tile: bit e is element e = half * kMaskUnit / 4 + 2 n + i of its scores (row g + 8 half,
+// fragment n of the unit, column i). Six bits a byte, 1 to 6: R2P moves as many to predicates at once (a test of bit 0
+// compiles to something else).
+SPECDEC_HD constexpr int mask_bit(int element) {
+  return element / 6 * 8 + element % 6 + 1;
+}
+SPECDEC_HD constexpr uint32_t mask_word_of(uint32_t elements) {
+  return (elements & 0x3fu) << 1 | (elements & 0xfc0u) << 3 | (elements & 0xf000u) << 5;
+}
+
+// What loads and softmax need to know of a tile; written one barrier before its loads start.
+template <class Tile>
+struct alignas(16) TileInfo {
+  int64_t k_row[kTileKeys], v_row[kTileKeys];  // by position: bytes from the head's first row; < 0: no page
+  // Masked tiles: [warps with rows of their own][row g][thread t][unit][row tile]; side by side what a thread reads at once.
+  alignas(16) typename Tile::MaskWord visible[Tile::kMaskWords];
+  uint32_t needed[2 * kMmaWarps];  // masked tiles: keys that some row of a warp's share sees
+  uint32_t paged[2];               // keys that have a page
 };
 
 // The running state of a row tile in one warp's registers.
@@ -83,6 +101,11 @@ struct WarpState {
 template <class Tile>
 __device__ __forceinline__ int row_of(int warp, int m, int half, int lane) {
   return (Tile::kSplitKeys ? 0 : warp * 16 * Tile::kRowTiles) + m * 16 + half * 8 + lane / 4;
+}
+// Index in TileInfo::visible of the first word for a thread's rows.
+template <class Tile>
+__device__ __forceinline__ int mask_index(int warp, int g, int t, int unit, int m) {
+  return ((((Tile::kSplitKeys ? 0 : warp) * 8 + g) * 4 + t) * Tile::kMaskUnits + unit) * Tile::kRowTiles + m;
 }
 // Column of element i of output fragment n. A float8 fragment pair interleaves even and odd columns
 // (attention_fragments).

@@ -39,13 +39,17 @@ inline int choose_tile_rows(int64_t head_dim, int64_t most_rows, bool batch_inva
   return best;
 }
 
+// Shared memory of a block beside what a launch asks for: the system's part, and static arrays (BlockState).
+constexpr int64_t reserved_shared(int64_t tile_rows) {
+  return 1024 + 256 + (tile_rows <= 32 ? 32 * tile_rows : 0);
+}
+
 // Workers of a plan when the caller names no number: as many blocks as stay on the machine at once, for 16-bit caches
-// (two stages of keys and values, queries, lookups and a block's static arrays; attention_tile.cuh has the exact
-// count).
+// (two stages of keys and values, queries, lookups; attention_tile.cuh has the exact count).
 inline int64_t default_workers(const MachineLimits& machine, int64_t head_dim, int64_t tile_rows) {
   const int64_t v_dim = head_dim == 192 ? 128 : head_dim;
   const int64_t block = tile_rows * (2 * head_dim + 16) + 2 * kTileKeys * 2 * (head_dim + v_dim + 16) +
-                        3 * (16 * kTileKeys + 8 * tile_rows + 48) + 3072;
+                        3 * (16 * kTileKeys + 16 * tile_rows + 48) + reserved_shared(tile_rows);
   return machine.multiprocessors * (2 * block <= machine.shared_multiprocessor ? 2 : 1);
 }
 
