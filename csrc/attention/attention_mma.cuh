@@ -188,6 +188,15 @@ __device__ __forceinline__ int32_t request_at(const AttentionParams& p, const Wa
   return n;
 }
 
+// Row tiles, over all heads, that the n-th request really has; 0 with offsets that attention_request refuses.
+__device__ __forceinline__ int64_t true_items(const AttentionParams& p, int32_t n, int tile_rows) {
+  const int32_t b = ordered_request(p, n);
+  if (b < 0) return 0;
+  const int64_t begin = p.cu_nodes[b], end = p.cu_nodes[b + 1];
+  if (begin < 0 || begin > end || end > p.num_rows) return 0;
+  return p.num_kv_heads * ceil_div((end - begin) * p.group, tile_rows);
+}
+
 // Stores the item's rows, or leaves this part in the workspace and merges if it came last.
 template <class Tile>
 __device__ __forceinline__ void finish_item(const AttentionParams& p, const WarpState<Tile>& state,
@@ -266,6 +275,10 @@ __global__ void __launch_bounds__(kMmaThreads, MmaTile<T, KV, D, DV, kRows>::kMi
       units = walk.item_units[n];
       local = (unit - walk.first_unit[n]) / units;
       first = walk.first_unit[n] + local * units;
+      if (local >= true_items(p, n, kRows)) {  // a plan from garbage may count a billion: over them in one step
+        local = -1;
+        units = walk.first_unit[n + 1] - first;
+      }
     } else {
       const int32_t item = unit / units, per_request = p.num_kv_heads * p.row_tiles;
       n = item / per_request;
@@ -279,7 +292,7 @@ __global__ void __launch_bounds__(kMmaThreads, MmaTile<T, KV, D, DV, kRows>::kMi
       state.unit = over ? -1 : first + units;
       state.n = n;
     }
-    run_item<Tile>(p, worker, n, local, first, units, shared, state);
+    if (local >= 0) run_item<Tile>(p, worker, n, local, first, units, shared, state);
     __syncthreads();  // shared memory is free for the next item
   }
   clear_own_plan(p, state.ticket);
