@@ -72,8 +72,8 @@ ATTENTION = build.ROOT / "csrc" / "attention" / "attention_bfloat16_cuda.cu"
 def test_context_tiles_hold_no_mask_instruction(arch: str, few: bool):
     """Of the two copies of the tile step, one holds no instruction of the mask; the other at most 40 a row tile more.
 
-    A row tile has 16 rows, and a masked tile 64 keys; a step of 32 or 16 keys is gone through two or four times (head dim
-    256 has the short ones, which cost 48).
+    A row tile has 16 rows, and a masked tile 64 keys; a step of 32 or 16 keys is gone through two or four times (the
+    short ones, of head dim 256, cost 48).
     """
     kernels = sass_lines.instructions_of(static_report.build_cubin(ATTENTION, arch, few))
     code = {name: kernel for name, kernel in kernels.items() if "mma_kernel" in name}
@@ -86,7 +86,7 @@ def test_context_tiles_hold_no_mask_instruction(arch: str, few: bool):
         assert context == 0, f"{name}: {context} mask instructions on context tiles"
         assert masked > 0, name
         more = max(masked, hiding - plain) * steps / row_tiles
-        assert more <= (48 if head_dim == 256 else 40), f"{name}: a masked tile costs {more} instructions more a row tile"
+        assert more <= (48 if head_dim == 256 else 40), f"{name}: {more} instructions more a row tile and masked tile"
 
 
 def test_mask_instructions_are_found_where_they_are():

@@ -73,7 +73,8 @@ __device__ __forceinline__ void key_fragments(uint32_t (&b)[4], const unsigned c
   }
 }
 
-// V at positions key .. key + 15, columns 16 n .. + 15, as ldmatrix gives it: 2 words a thread of a float8 cache, else 4.
+// V at positions key .. key + 15, columns 16 n .. + 15, as ldmatrix gives it: 2 words a thread of a float8 cache,
+// else 4.
 template <class Tile>
 __device__ __forceinline__ void raw_values(uint32_t (&raw)[Tile::kFloat8 ? 2 : 4], const unsigned char* v, int key,
                                            int n, int lane) {

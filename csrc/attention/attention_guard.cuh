@@ -56,8 +56,8 @@ __device__ __forceinline__ bool sees_position(const TileInfo<Tile>& info, int po
   return word >> mask_bit((half * (Tile::kMaskUnit / 8) + n) * 2 + position % 2) & 1;
 }
 
-// Keys without a page are hidden from all rows. `fresh`: the tile is not masked otherwise, so its words say nothing yet.
-// Whole block, and rare: a page table with holes.
+// Keys without a page are hidden from all rows. `fresh`: the tile is not masked otherwise, so its words say nothing
+// yet. Whole block, and rare: a page table with holes.
 template <class Tile>
 __device__ __forceinline__ void hide_missing(TileInfo<Tile>& info, uint64_t shown, bool fresh) {
   constexpr int kBits = Tile::kMaskUnit / 4;
@@ -82,8 +82,7 @@ __device__ __forceinline__ void add_broken_values(WarpState<Tile>& state, const 
 #pragma unroll
     for (int m = 0; m < Tile::kRowTiles; m++)
 #pragma unroll
-      for (int half = 0; half < 2; half++)
-        sees[m][half] = sees_position<Tile>(info, position, m, half, warp, lane);
+      for (int half = 0; half < 2; half++) sees[m][half] = sees_position<Tile>(info, position, m, half, warp, lane);
 #pragma unroll
     for (int n = 0; n < Tile::DV / 8; n++)
 #pragma unroll
@@ -111,8 +110,8 @@ __device__ __forceinline__ void clear_broken_values(unsigned char* v, int first,
 
 // The whole block comes here with every masked tile. `busy`: this warp has rows.
 template <class Tile>
-__device__ __forceinline__ void guard_values(WarpState<Tile>& state, unsigned char* v,
-                                             const TileInfo<Tile>& info, bool busy, int warp, int lane, bool e5m2) {
+__device__ __forceinline__ void guard_values(WarpState<Tile>& state, unsigned char* v, const TileInfo<Tile>& info,
+                                             bool busy, int warp, int lane, bool e5m2) {
   const bool broken = values_broken<Tile>(v, warp * 16, lane, e5m2);
   if constexpr (Tile::kSplitKeys) {
     if (!__any_sync(kFullWarp, broken)) return;

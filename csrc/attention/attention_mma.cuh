@@ -120,8 +120,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const Item& ite
     } else {
       if (holes) hide_missing<Tile>(info, shown, !masked);
       guard_values<Tile>(state, const_cast<unsigned char*>(loader.values(stage)), info, busy, warp, lane, p.e5m2);
-      if (busy)
-        attend_tile<Tile, true>(state, p, scale, q, loader.keys(stage), loader.values(stage), info, warp, lane);
+      if (busy) attend_tile<Tile, true>(state, p, scale, q, loader.keys(stage), loader.values(stage), info, warp, lane);
     }
     stage = stage + 1 == stages ? 0 : stage + 1;
     slot = slot == stages ? 0 : slot + 1;

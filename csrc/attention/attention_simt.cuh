@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(32 * kSimtWarps) clear_tail_kernel(const Atten
 }
 
 template <class T, class KV>
-__global__ void __launch_bounds__(32 * kSimtWarps) tree_attention_simt_kernel(const AttentionParams p) {
+__global__ void __launch_bounds__(32 * kSimtWarps, 6) tree_attention_simt_kernel(const AttentionParams p) {
   SPECDEC_SHARED(float, query_rows, kSimtWarps* kSimtMaxDim);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.y;
   const int32_t b = ordered_request(p, blockIdx.z);

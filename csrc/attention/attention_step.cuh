@@ -60,8 +60,8 @@ __device__ __forceinline__ void read_visible(uint32_t (&words)[Tile::kStepUnits]
   for (int i = 0; i < kWords; i++) words[i / Tile::kRowTiles][i % Tile::kRowTiles] = together.word[i];
 }
 
-// Scores of keys that a row does not see become -inf. Nothing but this function and read_visible knows of masks (held by
-// tests/test_static_budgets.py).
+// Scores of keys that a row does not see become -inf. Nothing but this function and read_visible knows of masks (held
+// by tests/test_static_budgets.py).
 template <class Tile>
 __device__ __forceinline__ void hide_keys(float (&s)[Tile::kFragments][4], uint32_t word, int unit) {
   constexpr int kFragments = Tile::kMaskUnit / 8;

@@ -63,16 +63,18 @@ struct MmaTile {
   using MaskWord = std::conditional_t<kMaskUnit == 16, uint16_t, uint32_t>;
   static constexpr int kMaskWords = (kSplitKeys ? 1 : kMmaWarps) * 32 * kMaskUnits * kRowTiles;
   SPECDEC_HD static constexpr int ring(int stages) { return stages * kStage > kMerge ? stages * kStage : kMerge; }
-  SPECDEC_HD static constexpr int bytes(int stages) { return kRows * kQRow + ring(stages) + (stages + 1) * static_cast<int>(sizeof(TileInfo<MmaTile>)); }
+  SPECDEC_HD static constexpr int bytes(int stages) {
+    return kRows * kQRow + ring(stages) + (stages + 1) * static_cast<int>(sizeof(TileInfo<MmaTile>));
+  }
   // The ring is sized for two blocks a multiprocessor; registers (outputs dominate) must allow them.
   static constexpr int kMinBlocks = 2;
   static constexpr int kSlot = kRows * (DV + 2);  // floats of a partial result: outputs, then tops, then sums
 };
 
-// Visibility of a masked tile, as the softmax wants it. A word holds what one thread of an mma may see of a unit of 16 or
-// 32 keys in its two rows of a row tile: bit e is element e = half * kMaskUnit / 4 + 2 n + i of its scores (row g + 8 half,
-// fragment n of the unit, column i). Six bits a byte, 1 to 6: R2P moves as many to predicates at once (a test of bit 0
-// compiles to something else).
+// Visibility of a masked tile, as the softmax wants it. A word holds what one thread of an mma may see of a unit of 16
+// or 32 keys in its two rows of a row tile: bit e is element e = half * kMaskUnit / 4 + 2 n + i of its scores (row g +
+// 8 half, fragment n of the unit, column i). Six bits a byte, 1 to 6: R2P moves as many to predicates at once (a test
+// of bit 0 compiles to something else).
 SPECDEC_HD constexpr int mask_bit(int element) {
   return element / 6 * 8 + element % 6 + 1;
 }
@@ -84,7 +86,8 @@ SPECDEC_HD constexpr uint32_t mask_word_of(uint32_t elements) {
 template <class Tile>
 struct alignas(16) TileInfo {
   int64_t k_row[kTileKeys], v_row[kTileKeys];  // by position: bytes from the head's first row; < 0: no page
-  // Masked tiles: [warps with rows of their own][row g][thread t][unit][row tile]; side by side what a thread reads at once.
+  // Masked tiles: [warps with rows of their own][row g][thread t][unit][row tile]; side by side what a thread reads at
+  // once.
   alignas(16) typename Tile::MaskWord visible[Tile::kMaskWords];
   uint32_t needed[2 * kMmaWarps];  // masked tiles: keys that some row of a warp's share sees
   uint32_t paged[2];               // keys that have a page

@@ -31,6 +31,10 @@ constexpr int32_t kNeverCut = 1 << 30;   // snap of batch-invariant plans
 SPECDEC_HD int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
+// a / 2^shift, rounded up. The device planner divides no 64-bit numbers: that is a subroutine, with spills around it.
+SPECDEC_HD int64_t ceil_shift(int64_t a, int shift) {
+  return (a + (int64_t{1} << shift) - 1) >> shift;
+}
 
 // What the planner may know of a request; garbage counts as an empty one.
 struct PlanRequest {
@@ -43,27 +47,29 @@ SPECDEC_HD PlanRequest plan_request(int64_t context_len, int64_t first, int64_t 
   const int64_t keys = (context_len > 0 ? context_len : 0) + nodes;
   int64_t tiles = ceil_div(keys, kTileKeys);
   if (window >= 0 && ceil_div(window + nodes, kTileKeys) + 1 < tiles) tiles = ceil_div(window + nodes, kTileKeys) + 1;
-  return {kv_heads * ceil_div(nodes * group, tile_rows), tiles + kItemPrice};
+  const int shift = tile_rows == 16 ? 4 : tile_rows == 32 ? 5 : tile_rows == 64 ? 6 : 7;
+  return {kv_heads * ceil_shift(nodes * group, shift), tiles + kItemPrice};
 }
 
-// Units that one unit of the plan stands for.
-SPECDEC_HD int64_t plan_grain(int64_t total_units) {
-  int64_t grain = 1;
-  while (total_units / grain >= kMostUnits) grain *= 2;
+// One unit of the plan stands for 2^grain units.
+SPECDEC_HD int plan_grain(int64_t total_units) {
+  int grain = 0;
+  while (total_units >> grain >= kMostUnits) grain++;
   return grain;
 }
 
 // Units of a worker. Lower bounds keep the traffic of partial results to about a quarter of the KV bytes (tile_rows / 4
 // tiles a part) and the longest merge to 16 parts, or 32 where that would leave half of the workers idle.
-SPECDEC_HD int64_t plan_share(int64_t total, int64_t longest, int64_t workers, int64_t tile_rows, int64_t grain) {
-  const int64_t even = ceil_div(total, workers), shortest = ceil_div(kMinPart, grain);  // all in units of the plan
-  int64_t least = ceil_div(tile_rows / 4, grain);
+SPECDEC_HD uint32_t plan_share(uint32_t total, uint32_t longest, uint32_t workers, int64_t tile_rows, int grain) {
+  const auto over = [](uint32_t a, uint32_t b) { return a / b + (a % b != 0); };  // all in units of the plan
+  const uint32_t even = over(total, workers), shortest = static_cast<uint32_t>(ceil_shift(kMinPart, grain));
+  uint32_t least = static_cast<uint32_t>(ceil_shift(tile_rows / 4, grain));
   if (shortest > least) least = shortest;
-  if (ceil_div(longest, 16) > least) least = ceil_div(longest, 16);
-  const int64_t half = workers > 1 ? workers / 2 : 1;
+  if (over(longest, 16) > least) least = over(longest, 16);
+  const uint32_t half = workers > 1 ? workers / 2 : 1;
   if (total / least < half) {
-    least = ceil_div(total, half) > shortest ? ceil_div(total, half) : shortest;
-    if (ceil_div(longest, 32) > least) least = ceil_div(longest, 32);
+    least = over(total, half) > shortest ? over(total, half) : shortest;
+    if (over(longest, 32) > least) least = over(longest, 32);
   }
   return even > least ? even : least;
 }

@@ -65,9 +65,11 @@ struct PlanParams {
     if (b < 0 || b >= num_requests) return {0, 0};
     return plan_request(context_lens[b], cu_nodes[b], cu_nodes[b + 1], group, kv_heads, tile_rows, window);
   }
-  SPECDEC_HD void write_header(int64_t total, int64_t longest, int64_t grain) const {
+  SPECDEC_HD void write_header(int64_t total, int64_t longest, int grain) const {
     // Garbage offsets may ask for more items than can be counted: such a plan is not followed (share 0).
-    const int64_t share = total > INT32_MAX ? 0 : plan_share(total, longest, workers, tile_rows, grain);
+    const uint32_t share = total > INT32_MAX ? 0
+                                             : plan_share(static_cast<uint32_t>(total), static_cast<uint32_t>(longest),
+                                                          workers, tile_rows, grain);
     plan[kPlanTag] = kPlanTagValue;
     plan[kPlanTileRows] = tile_rows;
     plan[kPlanKvHeads] = kv_heads;
@@ -75,7 +77,7 @@ struct PlanParams {
     plan[kPlanShare] = static_cast<int32_t>(share);
     plan[kPlanSnap] = batch_invariant ? -1 : static_cast<int32_t>(share / 8 > 2 ? share / 8 : 2);
     plan[kPlanWorkers] = workers;
-    plan[kPlanGrain] = static_cast<int32_t>(grain);
+    plan[kPlanGrain] = static_cast<int32_t>(int64_t{1} << grain);
   }
 };
 

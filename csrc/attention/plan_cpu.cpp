@@ -17,17 +17,17 @@ void plan_tree_attention_cpu(Tensor context_lens, Tensor cu_nodes, std::optional
     total += r.items * r.units;
     if (r.items && r.units > longest) longest = r.units;
   }
-  const int64_t grain = plan_grain(total);
+  const int grain = plan_grain(total);
   int32_t *first_unit = p.plan + kPlanHeader, *item_units = first_unit + p.num_order + 1;
   int64_t unit = 0;
   for (int32_t n = 0; n < p.num_order; n++) {
     const PlanRequest r = p.request(n);
     first_unit[n] = static_cast<int32_t>(unit);
-    item_units[n] = static_cast<int32_t>(ceil_div(r.units, grain));
-    unit += r.items * ceil_div(r.units, grain);
+    item_units[n] = static_cast<int32_t>(ceil_shift(r.units, grain));
+    unit += r.items * ceil_shift(r.units, grain);
   }
   first_unit[p.num_order] = static_cast<int32_t>(unit);
-  p.write_header(unit, ceil_div(longest, grain), grain);
+  p.write_header(unit, ceil_shift(longest, grain), grain);
 }
 
 }  // namespace specdec

@@ -38,13 +38,13 @@ __global__ void __launch_bounds__(kPlanThreads) plan_tree_attention_kernel(const
   }
   total = block_reduce(total, Sum{}, int64_t{0}, scratch);
   longest = block_reduce(longest, Maximum{}, int64_t{0}, scratch);
-  const int64_t grain = plan_grain(total);
+  const int grain = plan_grain(total);
   int32_t *first_unit = p.plan + kPlanHeader, *item_units = first_unit + p.num_order + 1;
   int64_t unit = 0;
   for (int32_t base = 0; base < p.num_order; base += kPlanThreads) {
     const int32_t n = base + static_cast<int32_t>(threadIdx.x);
     const PlanRequest r = n < p.num_order ? p.request(n) : PlanRequest{0, 0};
-    const int64_t units = ceil_div(r.units, grain);
+    const int64_t units = ceil_shift(r.units, grain);
     int64_t all = 0;
     const int64_t before = block_prefix(r.items * units, scratch, all);
     if (n < p.num_order) {
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_tree_attention_kernel(const
   }
   if (threadIdx.x != 0) return;
   first_unit[p.num_order] = static_cast<int32_t>(unit);
-  p.write_header(unit, ceil_div(longest, grain), grain);
+  p.write_header(unit, ceil_shift(longest, grain), grain);
 }
 
 void launch_plan(const PlanParams& p, Stream stream) {
