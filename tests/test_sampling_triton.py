@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import specdec_kernels as sk
-from tests import test_cuda_drafts
+from tests import test_cuda_drafts, test_cuda_verify
 from tests.conftest import Backend, backends
-from tests.cuda_paths import place
+from tests.cuda_paths import place, same
 from tests.sampling_helpers import bit_rows, ints, sampling_tensors
 from tests.test_cuda_rows import FILTERS, INF, rows_of
 
@@ -83,3 +83,25 @@ def test_siblings_in_draw_order(coupled: bool, twin: Backend):
     if coupled:
         options["d2t"] = torch.randint(-3, 40, (V,), dtype=torch.int32)
     agree(twin, "draft_sample", logits, 5, sampling, **options)
+
+
+IN_CI = {"triton_interpret": "rejection", "triton_ptx": "block"}  # the sampled siblings' walk, the chain's: one each
+
+
+def test_verify(twin: Backend):
+    """Ragged trees of every kind of law, filter and temperature."""
+    method = IN_CI[twin.name]
+    arguments, options = test_cuda_verify.call_of(test_cuda_verify.requests_for(method, 37, 9), method)
+    same(twin, "verify", *arguments, **options)
+
+
+@pytest.mark.long
+def test_verify_by_every_method(twin: Backend):
+    """All methods, masks and biases; reduced vocabularies, faults in data, empty batches, the caller's coins."""
+    for method in test_cuda_verify.METHODS:
+        test_cuda_verify.test_mixed_requests(method, "eager", twin)
+    test_cuda_verify.test_reduced_draft_vocabulary(twin)
+    test_cuda_verify.test_faults_in_data(twin)
+    test_cuda_verify.test_empty_batches(twin)
+    for dtype in (torch.float32, torch.float64):
+        test_cuda_verify.test_coins_of_the_caller(dtype, twin)

@@ -18,6 +18,7 @@ OPS: dict[str, str] = {
     "padding_stats": "batching",
     "draft_topk": "draft_topk",
     "draft_sample": "sampling_drafts",
+    "verify": "sampling_launch",
     "row_stats": "sampling_blocks",
     "filter_rows": "sampling_blocks",
     "residual_log_weights": "sampling_blocks",

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from specdec_kernels._triton.rng import FLAG_INDEX, block_of, check, check_range, fail
+from specdec_kernels._triton.sampling_noise import log_residual
 from specdec_kernels._triton.sampling_rows import (
     NONE,
     check_rows,
@@ -16,24 +17,6 @@ from specdec_kernels._triton.sampling_rows import (
     row_law,
     row_of,
 )
-
-
-@triton.jit
-def log_one_minus_exp(d):
-    """log(1 - exp(d)), d < 0, float64. Near 0 exp(d) - 1 loses what a few terms of its series keep."""
-    near = d > -0.0009765625
-    small = -d * (1.0 + d * (0.5 + d * (1.0 / 6.0 + d * (1.0 / 24.0 + d * (1.0 / 120.0)))))
-    return tl.log(tl.where(near, small, 1.0 - tl.exp(tl.where(near, -1.0, d))))
-
-
-@triton.jit
-def log_residual(log_p, log_q, log_c):
-    """log max(p - c q, 0), float64: never NaN; -inf where the residual has no mass."""
-    d = log_c + log_q - log_p
-    some = (d > NONE) & (d < 0.0)
-    value = log_p + log_one_minus_exp(tl.where(some, d, -1.0))
-    value = tl.where(d > NONE, tl.where(d < 0.0, value, NONE), log_p)
-    return tl.where(log_p > NONE, value, NONE)
 
 
 @triton.jit(do_not_specialize=["size", "vocab_start", "temperatures", "entries"])

@@ -123,12 +123,16 @@ def _draft_sample_kernel(
     tl.store(lse_ptr + r, lse)
 
 
-def _columns_with_ids(d2t, columns, size, vocab_size):
-    """int32 [1, ceil(columns / 32)] bits of the columns whose target id lies in [0, vocab_size)."""
-    c = torch.arange(size, dtype=torch.int32, device=d2t.device)
-    target = c.long() + d2t[:size].long()
+def columns_with_ids(d2t, columns, size, vocab_size, t2d=None):
+    """int32 [1, ceil(columns / 32)] bits of the columns whose target id lies in [0, vocab_size); of two columns of one
+    id the one that t2d names exists."""
+    c = torch.arange(size, device=d2t.device)
+    target = c + d2t[:size].long()
+    exists = (target >= 0) & (target < vocab_size)
+    if t2d is not None:
+        exists &= t2d[torch.where(exists, target, 0)] == c
     bits = torch.zeros((columns + 31) // 32 * 32, dtype=torch.int64, device=d2t.device)
-    bits[:size] = ((target >= 0) & (target < vocab_size)).long()
+    bits[:size] = exists.long()
     words = (bits.view(-1, 32) << torch.arange(32, device=d2t.device)).sum(1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()[None]
 
@@ -154,7 +158,7 @@ def impl_draft_sample(
         check(op, "row_paths", row_paths, (rows,))
     if rows == 0:
         return
-    allowed = None if d2t is None else _columns_with_ids(d2t, columns, size, vocab_size).expand(rows, -1)
+    allowed = None if d2t is None else columns_with_ids(d2t, columns, size, vocab_size).expand(rows, -1)
     optional = [logits if tensor is None else tensor for tensor in (top_k, top_p, min_p)]
     block = block_of(columns, 512, 2048)
     _draft_sample_kernel[(rows,)](

@@ -1,4 +1,4 @@
-"""Gumbel noise and coins in Triton: csrc/sampling/noise.h by the float64 logarithm alone.
+"""Gumbel noise and residuals in Triton: csrc/sampling/noise.h and acceptance.h by the float64 logarithm alone.
 
 log1p is a few terms of its series near 0, so scores may differ from the CPU op's by a part in 10^13.
 """
@@ -62,3 +62,21 @@ def draft_salt(path, step):
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
     return h ^ (h >> 16)
+
+
+@triton.jit
+def minus_expm1(d):
+    """1 - exp(d), d <= 0, float64. Near 0 exp(d) - 1 loses what a few terms of its series keep."""
+    near = d > -0.0009765625
+    small = -d * (1.0 + d * (0.5 + d * (1.0 / 6.0 + d * (1.0 / 24.0 + d * (1.0 / 120.0)))))
+    return tl.where(near, small, 1.0 - tl.exp(tl.where(near, -1.0, d)))
+
+
+@triton.jit
+def log_residual(log_p, log_q, log_c):
+    """log max(p - c q, 0), float64: never NaN; -inf where the residual has no mass."""
+    d = log_c + log_q - log_p
+    some = (d > NONE) & (d < 0.0)
+    value = log_p + tl.log(minus_expm1(tl.where(some, d, -1.0)))
+    value = tl.where(d > NONE, tl.where(d < 0.0, value, NONE), log_p)
+    return tl.where(log_p > NONE, value, NONE)
