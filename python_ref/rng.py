@@ -1,7 +1,7 @@
 """Philox4x32-10 in plain integers: the textbook generator that csrc/common/rng.h must equal word for word."""
 
 MASK = 0xFFFFFFFF
-DRAFT, ACCEPT, EMIT, PLAN, BLOCK = range(5)  # purposes
+DRAFT, ACCEPT, EMIT, PLAN, BLOCK, RACE = range(6)  # purposes
 
 
 def philox4x32_10(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:

@@ -1,11 +1,13 @@
 """Where the verifiers of `sampling_rules` get their randomness: exact enumeration, or the ops' Philox keys.
 
-A verifier asks its dice three things: `coin(r)` (true with probability min(r, 1)), `bucket(masses)` (one coin against
-cumulative masses: the index hit, or None behind the last) and `pick(weights)` (an index in proportion to weights).
+A verifier asks its dice four things: `coin(r)` (true with probability min(r, 1)), `bucket(masses)` (one coin against
+cumulative masses: the index hit, or None behind the last), `pick(weights)` (an index in proportion to weights) and
+`race(law, weights)` (the same for weights that the law bounds, on other noise).
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from fractions import Fraction
@@ -46,6 +48,9 @@ class ExactDice:
     def pick(self, weights: Sequence[Fraction], **key: int) -> int:
         total = sum(weights)
         return self._choose([Fraction(weight) / total for weight in weights])
+
+    def race(self, law: Sequence[Fraction], weights: Sequence[Fraction], **key: int) -> int:
+        return self.pick(weights)
 
 
 def enumerate_law(run: Callable[[ExactDice], Hashable]) -> dict[Any, Fraction]:
@@ -92,6 +97,16 @@ def gumbel_row(vocab: int, seed: int, position: int, purpose: int, salt: int = 0
         tail = rng.draw(seed, position, purpose | TAIL, int(token) // 4, salt)[token % 4]
         noise[token] = gumbel(int(words[token]), tail)
     return noise
+
+
+RING = 0x40  # or-ed to a purpose: place, coin and waiting time of one ring of a group's clock
+BLOCK_TOKENS, GROUPS = 1024, 32  # group 32 b + l: the tokens 1024 b + 32 place + l, place from 0 to 31
+RACE_END = 1024.0  # in units of 32 / (the row's mass)
+
+
+def exponential_row(count: int, seed: int, position: int, purpose: int) -> np.ndarray:
+    """[count] float64 exponential times, the Gumbel noise of the same words read as times."""
+    return np.exp(-gumbel_row(count, seed, position, purpose))
 
 
 def draft_salt(path: int, step: int) -> int:
@@ -147,3 +162,32 @@ class PhiloxDice:
         if np.isfinite(scores).sum() > 1:
             self.margin = min(self.margin, float(scores[best] - np.partition(scores, -2)[-2]))
         return best
+
+    def race(self, law: np.ndarray, weights: np.ndarray, *, depth: int) -> int:
+        """An index in proportion to `weights` <= `law` (of mass 1): the first ring that is taken (race.h).
+
+        Clock g rings at rate 32 b, b the largest mass of its 32 tokens; a ring chooses a place evenly, and its token
+        takes it with probability weights / b. Undecided by RACE_END: `pick`."""
+        position, padded = self.position + depth, -len(law) % BLOCK_TOKENS
+        law, weights = (np.pad(np.asarray(row, dtype=np.float64), (0, padded)) for row in (law, weights))
+        bounds = law.reshape(-1, BLOCK_TOKENS // GROUPS, GROUPS).max(axis=1).ravel()
+        first = exponential_row(len(bounds), self.seed, position, rng.RACE)
+        with np.errstate(divide="ignore"):
+            first = first / bounds
+        rings = [(float(first[g]), int(g), 0) for g in np.flatnonzero(first < RACE_END * (1 + 1e-5))]
+        heapq.heapify(rings)
+        while rings and rings[0][0] < RACE_END:
+            time, group, count = heapq.heappop(rings)
+            words = rng.draw(self.seed, position, rng.RACE | RING, group + (count << 14))
+            token = group // GROUPS * BLOCK_TOKENS + (words[0] >> 27) * GROUPS + group % GROUPS
+            u, bound = (words[1] + rng.coin(words[2])) * 2.0**-32, bounds[group]
+            if law[token] > 0:  # distances in units of what float32 logits leave open
+                self.margin = min(self.margin, abs(u * bound - weights[token]) / law[token])
+            if u * bound < weights[token]:
+                following = min(rings[0][0] if rings else np.inf, RACE_END)
+                self.margin = min(self.margin, float(np.log(following / time)))
+                return token
+            heapq.heappush(rings, (time - float(np.log1p(-rng.coin(words[3]))) / bound, group, count + 1))
+        if rings:
+            self.margin = min(self.margin, float(np.log(rings[0][0] / RACE_END)))
+        return self.pick(weights[: len(weights) - padded], depth=depth)

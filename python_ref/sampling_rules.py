@@ -113,18 +113,27 @@ def siblings_recursive(
     target: np.ndarray, draft: np.ndarray, tokens: Sequence[int], *, dice: Any, replacement: bool = False, **key: Any
 ) -> tuple[int | None, np.ndarray, int]:
     """The same rule written out: two V-sized laws, renormalised after every rejection."""
-    r, d = target / target.sum(), draft / draft.sum()
+    r, d, scale = target / target.sum(), draft / draft.sum(), target.sum()
     for trial, token in enumerate(tokens):
         if dice.coin(r[token] / d[token], node=key["nodes"][trial], depth=key["depth"], trial=trial):
-            return trial, r, 0
+            return trial, r * scale, 0
         rest = positive_part(r - d)
-        r = rest / rest.sum()
+        r, scale = rest / rest.sum(), rest.sum() * scale
         if not replacement:
             d = d * np.array([index != token for index in range(len(d))])
             if not d.sum() > 0:
                 break
             d = d / d.sum()
-    return None, r, 0
+    return None, r * scale, 0
+
+
+def _last_token(target: np.ndarray, residual: np.ndarray | None, dice: Any, depth: int) -> tuple[int, int]:
+    """(token, flags): drawn from the residual where a draft was rejected, from the target behind the last draft."""
+    if residual is None:
+        return dice.pick(target, depth=depth), 0
+    if not sum(residual) > 0:
+        return dice.pick(target, depth=depth), ZERO_RESIDUAL
+    return dice.race(target, residual, depth=depth), 0
 
 
 def verify_tree(tree: Tree, dice: Any, siblings: Callable[..., Any] = siblings_scalar, **options: Any) -> Outcome:
@@ -143,9 +152,10 @@ def verify_tree(tree: Tree, dice: Any, siblings: Callable[..., Any] = siblings_s
             hit, weights, flags = siblings(target, draft, tokens, dice=dice, nodes=children, depth=depth + 1, **options)
             out.flags |= flags
         if hit is None:
-            if not sum(weights) > 0:
-                weights, out.flags = target, out.flags | ZERO_RESIDUAL
-            out.tokens.append(dice.pick(weights, depth=depth))
+            tried = any(token != -1 for token in tokens)
+            token, flags = _last_token(target, weights if tried else None, dice, depth)
+            out.tokens.append(token)
+            out.flags |= flags
             return out
         node, depth = children[hit], depth + 1
         out.tokens.append(tokens[hit])
@@ -197,16 +207,14 @@ def block_ratios(tree: Tree) -> tuple[list[Any], list[Any], list[np.ndarray], in
 
 def verify_block(tree: Tree, dice: Any) -> Outcome:
     """Block verification of a chain: tau is the last i whose own coin is at most h_i."""
-    _, h, residuals, flags = block_ratios(tree)
+    rho, h, residuals, flags = block_ratios(tree)
     tau = 0
     for i in range(1, len(h)):
         if dice.coin(h[i], node=i, depth=i, purpose=rng.BLOCK):
             tau = i
-    weights = residuals[tau]
-    if not sum(weights) > 0:
-        weights, flags = tree.target_law(tau), flags | ZERO_RESIDUAL
-    tokens = [tree.token_ids[i] for i in range(1, tau + 1)]
-    return Outcome([*tokens, dice.pick(weights, depth=tau)], list(range(tau + 1)), flags)
+    drafted = any(tree.token_ids[child] != -1 for child in tree.children(tau)[:1])
+    token, seen = _last_token(tree.target_law(tau), residuals[tau] / rho[tau] if drafted else None, dice, tau)
+    return Outcome([*(tree.token_ids[i] for i in range(1, tau + 1)), token], list(range(tau + 1)), flags | seen)
 
 
 def typical_threshold(target: np.ndarray, epsilon: float, delta: float) -> float:

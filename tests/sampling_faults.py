@@ -82,6 +82,13 @@ MUTANTS = {
     "padded columns count in q": Mutant(
         "verify_args.h", "if (params.draft.valid > params.target.valid) params.draft.valid = params.target.valid;", ""
     ),
+    "every ring is taken": Mutant(
+        "pick_cpu.h", "ring.log_u < log_weight(ring.id, logit) - bound", "log_weight(ring.id, logit) > kNegInf"
+    ),
+    "race and second draw share their noise": Mutant(
+        "pick_cpu.h", "clocks.purpose = kPurposeRace;", "clocks.purpose = kPurposeEmit;"
+    ),
+    "race ends at another time": Mutant("race.h", "kRaceEnd = 1024.0", "kRaceEnd = 128.0"),
     "noise of the wrong position": Mutant(
         "walk_cpu.cpp", "p_.sampling.position[b_] + depth, purpose", "p_.sampling.position[b_], purpose"
     ),

@@ -15,6 +15,7 @@ from tests import test_row_blocks as blocks
 from tests import test_sample as sampling
 from tests import test_sampling_edges as edges
 from tests import test_sampling_exact as exact
+from tests import test_sampling_race as race
 from tests.conftest import Backend
 from tests.sampling_faults import MUTANTS, Factory
 from tests.sampling_helpers import floats, one
@@ -59,6 +60,14 @@ CATCHES: dict[str, list[Check]] = {
     "duplicates count twice": [lambda b: edges.test_duplicate_siblings_add_nothing_and_are_flagged("target_only", b)],
     "block coin ignores the residual": [lambda b: exact.test_canonical_vector_block_rule(1e-5, b)],
     "padded columns count in q": [lambda b: vocab.test_VT_03_draft_head_of_another_width([-1, 0, 0], b)],
+    "every ring is taken": [
+        lambda b: race.test_law_of_recovered_tokens(1.0, b),
+        lambda b: race.test_recovered_tokens_equal_the_reference(37, "rejection", b),
+    ],
+    "race and second draw share their noise": [
+        lambda b: race.test_recovered_tokens_equal_the_reference(37, "target_only", b)
+    ],
+    "race ends at another time": [race.test_thin_residuals_are_decided_token_by_token],
     "noise of the wrong position": [lambda b: exact.test_random_trees_with_all_parameters("target_only", 37, b)],
 }
 

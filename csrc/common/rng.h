@@ -19,9 +19,10 @@ struct Philox {
 // Purposes of a draw. kDraft is never reused in kEmit (except by the coupled method, which means to).
 constexpr uint32_t kPurposeDraft = 0;   // proposing a token; salt = hash(parent's path, step)
 constexpr uint32_t kPurposeAccept = 1;  // accept coin; trial = index among the siblings
-constexpr uint32_t kPurposeEmit = 2;    // recovered or bonus token
+constexpr uint32_t kPurposeEmit = 2;    // bonus token; a recovered one that the race left undecided
 constexpr uint32_t kPurposePlan = 3;    // tree planning; salt = step
 constexpr uint32_t kPurposeBlock = 4;   // block verification's coin; salt = step
+constexpr uint32_t kPurposeRace = 5;    // recovered token: clocks of groups (sampling/race.h)
 
 SPECDEC_HD uint32_t mul_hi(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>((static_cast<uint64_t>(a) * b) >> 32);

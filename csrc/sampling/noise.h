@@ -28,14 +28,17 @@ SPECDEC_HD uint32_t word_of(const Philox& words, uint32_t i) {
   return i == 0 ? words.word[0] : i == 1 ? words.word[1] : i == 2 ? words.word[2] : words.word[3];
 }
 
-// -log(-log1p(-u)), u the midpoint of the word's cell; a small word (a large value) takes a second word: 64-bit tail.
-SPECDEC_HD double gumbel(const NoiseKey& key, uint32_t token, uint32_t word) {
+// -log1p(-u), u the midpoint of the word's cell; a small word takes a second word: 64-bit tail.
+SPECDEC_HD double exponential(const NoiseKey& key, uint32_t token, uint32_t word) {
   double cell = 0.5;
   if (word < kTailWords) {
     Philox tail = draw(key.seed, key.position, key.purpose | kPurposeTail, token >> 2, key.salt);
     cell = (word_of(tail, token & 3) + 0.5) * kWord;
   }
-  return -log(-log1p(-(word + cell) * kWord));
+  return -log1p(-(word + cell) * kWord);
+}
+SPECDEC_HD double gumbel(const NoiseKey& key, uint32_t token, uint32_t word) {
+  return -log(exponential(key, token, word));
 }
 SPECDEC_HD double gumbel(const NoiseKey& key, uint32_t token) {
   Philox words = draw(key.seed, key.position, key.purpose, token >> 2, key.salt);

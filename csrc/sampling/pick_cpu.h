@@ -1,4 +1,5 @@
-// One draw from a reweighted row: argmax of log weight + Gumbel noise, in one pass that rarely takes a logarithm.
+// One draw from a reweighted row. pick_token: argmax of log weight + Gumbel noise, in one pass that rarely takes a
+// logarithm. race_token: from the maxima of the row's groups (race.h), mostly without reading the row.
 #pragma once
 #include "rows_cpu.h"
 
@@ -101,6 +102,44 @@ int32_t pick_token(Row row, const RowLaw& law, const NoiseKey& key, LogWeight&& 
 
 inline int32_t pick_token(const Row& row, const RowLaw& law, const NoiseKey& key) {
   return pick_token(row, law, key, [&](int32_t, float logit) { return static_cast<double>(law.scaled(logit)); });
+}
+
+// The same law as pick_token, for weights below the row's own: 1/32 of the words, and only the groups that may win are
+// looked into. The row's mass must be known.
+template <class LogWeight>
+int32_t race_token(Row row, const RowLaw& law, const NoiseKey& key, LogWeight&& log_weight, Scratch& work) {
+  if (law.is_point) return pick_token(row, law, key, log_weight);
+  row.is_clean = law.is_clean();
+  read_groups(row, work);
+  Row maxima;
+  maxima.data = work.race_max.data();
+  maxima.size = num_groups(row.size);
+  maxima.is_clean = true;
+  NoiseKey clocks = key;
+  clocks.purpose = kPurposeRace;
+  Leader best;
+  best.score = law.log_mass - log(kRaceEnd);
+  auto race = [&](int32_t group, float max, uint32_t word) {
+    double bound = law.scaled(max);
+    race_group(clocks, group, word, bound, best.score, best.id, [&](const Ring& ring) {
+      if (ring.id >= row.size) return false;
+      float logit = load_logit(row, ring.id);
+      if (!(logit >= -kInfLogit) || !law.keeps(logit, ring.id) || !(ring.log_u < law.scaled(logit) - bound))
+        return false;
+      return ring.log_u < log_weight(ring.id, logit) - bound;
+    });
+  };
+  const int32_t first = group_of(law.argmax);  // a good first bar
+  Philox words = draw(clocks.seed, clocks.position, clocks.purpose, static_cast<uint32_t>(first) >> 2, clocks.salt);
+  race(first, law.max, words.word[first & 3]);
+  ScanArgs args{law.max, law.rate, 0.0f, 0.0f, PhiloxKeys(clocks)};
+  for_scan_steps(maxima, 0, maxima.size, work, [&](const Span& span) {
+    aim(args, law, best.score);
+    int32_t count = row_kernels().scan(span, args, work.hits);
+    for (int32_t h = 0; h < count; h++)
+      if (work.hits[h].id != first) race(work.hits[h].id, work.hits[h].logit, work.hits[h].word);
+  });
+  return best.id >= 0 ? best.id : pick_token(row, law, key, log_weight);
 }
 
 }  // namespace specdec

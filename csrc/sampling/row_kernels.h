@@ -97,20 +97,26 @@ struct RowKernelsOf {
     });
   }
 
-  SPECDEC_SIMD bool peek_part(const BFloat16s& source, int32_t i, int32_t n, F& part, float& lowest) {
-    return V::peek_bfloat16(source.p + i, n, part, lowest);
+  static constexpr int kParts = kGroupLanes / V::lanes;
+  SPECDEC_SIMD bool peek_part(const BFloat16s& source, int32_t begin, int32_t n, F (&part)[kParts], float& lowest) {
+    alignas(64) uint16_t best[kGroupLanes];
+    bool nan = V::peek_bfloat16(source.p + begin, n, best, lowest);
+    for (int v = 0; v < kParts; v++) part[v] = V::load_bfloat16(best + v * V::lanes);
+    return nan;
   }
   template <class Source>
-  SPECDEC_SIMD bool peek_part(const Source& source, int32_t begin, int32_t n, F& part, float& lowest) {
+  SPECDEC_SIMD bool peek_part(const Source& source, int32_t begin, int32_t n, F (&part)[kParts], float& lowest) {
     const uint32_t all = (1u << V::lanes) - 1;
     uint32_t numbers = all;
     F low = V::set(__builtin_huge_valf());
-    part = V::set(-__builtin_huge_valf());
-    for (int32_t i = begin; i < begin + n; i += V::lanes) {
-      F v = Source::at(source, i);
-      numbers &= V::bits(V::is_number(v));
-      part = V::max(v, part);  // a NaN first operand yields the second
-      low = V::min(v, low);
+    for (int v = 0; v < kParts; v++) part[v] = V::set(-__builtin_huge_valf());
+    for (int32_t i = begin; i < begin + n; i += kGroupLanes) {
+      for (int v = 0; v < kParts; v++) {
+        F x = Source::at(source, i + v * V::lanes);
+        numbers &= V::bits(V::is_number(x));
+        part[v] = V::max(x, part[v]);  // a NaN first operand yields the second
+        low = V::min(x, low);
+      }
     }
     lowest = V::reduce_min(low);
     return numbers != all;
@@ -120,26 +126,28 @@ struct RowKernelsOf {
       bool nan = false;
       F best = V::set(-__builtin_huge_valf());
       *span_min = __builtin_huge_valf();
-      int32_t i = 0;
-      for (int32_t begin = 0; begin < s.n; begin += kPeekStep) {
-        int32_t whole = (s.n - begin < kPeekStep ? s.n - begin : kPeekStep) / (2 * V::lanes) * (2 * V::lanes);
-        F part;
+      for (int32_t begin = 0; begin < s.n; begin += kGroupBlock) {
+        int32_t n = s.n - begin < kGroupBlock ? s.n - begin : kGroupBlock, whole = n / kGroupLanes * kGroupLanes;
+        F part[kParts];
         float lowest;
         nan = peek_part(source, begin, whole, part, lowest) || nan;
-        if (groups) V::store(groups + begin / kPeekStep * V::lanes, part);
-        best = V::max(best, part);
+        if (whole < n) {
+          alignas(64) float tail[kGroupLanes];
+          for (int32_t i = 0; i < kGroupLanes; i++) {
+            float v = whole + i < n ? decltype(source)::one(source, begin + whole + i) : -__builtin_huge_valf();
+            nan = nan || v != v;
+            if (whole + i < n && v < lowest) lowest = v;
+            tail[i] = v;
+          }
+          for (int v = 0; v < kParts; v++) part[v] = V::max(V::load(tail + v * V::lanes), part[v]);
+        }
+        for (int v = 0; v < kParts; v++) {
+          if (groups) V::store(groups + begin / kGroupBlock * kGroupLanes + v * V::lanes, part[v]);
+          best = V::max(best, part[v]);
+        }
         if (lowest < *span_min) *span_min = lowest;
-        i = begin + whole;
       }
       *span_max = V::reduce_max(best);
-      float* last_part = groups ? groups + (s.n - 1) / kPeekStep * V::lanes : nullptr;
-      for (; i < s.n; i++) {
-        float v = decltype(source)::one(source, i);
-        nan = nan || v != v;
-        if (v > *span_max) *span_max = v;
-        if (v < *span_min) *span_min = v;
-        if (last_part && v > *last_part) *last_part = v;
-      }
       return (nan ? kFlagNanLogit : 0) | (*span_max > kInfLogit ? kFlagInfLogit : 0);
     });
   }

@@ -90,28 +90,27 @@ void drop_unkept(const RowLaw& law, int32_t base, int32_t n, float* x) {
 
 namespace {
 
-// First read: maximum, flags and (for a list of the largest) part maxima; then the lowest id of the maximum. Sets
+// First read: maximum, flags and (if wanted) the maxima of the groups; then the lowest id of the maximum. Sets
 // row.is_clean.
-RowLaw first_read(Row& row, Scratch& work, bool want_groups) {
+RowLaw first_read(Row& row, Scratch& work, std::vector<float>* groups) {
   RowLaw law;
   const RowKernels& kernels = row_kernels();
   float best = -__builtin_huge_valf();
   int32_t best_base = 0;
   work.row_min = __builtin_huge_valf();
-  if (want_groups)
-    work.group_max.assign((row.size + kPeekStep - 1) / kPeekStep * kernels.lanes, -__builtin_huge_valf());
-  float* all_groups = want_groups ? work.group_max.data() : nullptr;
+  if (groups) groups->resize(num_groups(row.size));
+  float* all_groups = groups ? groups->data() : nullptr;
   std::mutex combining;
   over_tiles(row.size, [&](int32_t begin, int32_t end, Scratch& mine) {
     float chunk_best = -__builtin_huge_valf(), chunk_min = __builtin_huge_valf();
     int32_t chunk_base = begin, flags = 0;
     for (int32_t base = begin; base < end; base += kTileLogits) {
-      float* groups = all_groups ? all_groups + base / kPeekStep * kernels.lanes : nullptr;
+      float* maxima = all_groups ? all_groups + base / kGroupBlock * kGroupLanes : nullptr;
       float span_max, span_min;
-      int32_t seen = row.is_edited() ? kFlagNanLogit : kernels.peek(raw_span(row, base), &span_max, &span_min, groups);
+      int32_t seen = row.is_edited() ? kFlagNanLogit : kernels.peek(raw_span(row, base), &span_max, &span_min, maxima);
       if (seen) {  // edited, or to be cleaned first
         int32_t n = load_tile(row, base, mine.tile, &flags);
-        kernels.peek({mine.tile, LogitType::float32, base, n}, &span_max, &span_min, groups);
+        kernels.peek({mine.tile, LogitType::float32, base, n}, &span_max, &span_min, maxima);
       }
       if (span_min < chunk_min) chunk_min = span_min;
       if (span_max > chunk_best) {
@@ -141,6 +140,17 @@ RowLaw first_read(Row& row, Scratch& work, bool want_groups) {
 
 }  // namespace
 
+void keep_groups(const Row& row, Scratch& work) {
+  std::swap(work.group_max, work.race_max);
+  work.race_row = row.data;
+}
+
+void read_groups(Row row, Scratch& work) {
+  if (work.race_row == row.data) return;
+  first_read(row, work, &work.race_max);
+  work.race_row = row.data;
+}
+
 uint64_t row_mass(const Row& row, const RowLaw& law, float low, bool far) {
   std::atomic<uint64_t> mass{0};
   over_tiles(row.size, [&](int32_t begin, int32_t end, Scratch& mine) {
@@ -157,7 +167,7 @@ bool is_far(const RowLaw& law, const Scratch& work) {
 }
 
 RowLaw row_argmax(Row row, Scratch& work) {
-  RowLaw law = first_read(row, work, false);
+  RowLaw law = first_read(row, work, nullptr);
   law.is_point = true;
   return law;
 }
@@ -167,7 +177,7 @@ RowLaw row_law(Row row, const FilterParams& params, Scratch& work, bool need_mas
   if (params.top_p != params.top_p || params.min_p != params.min_p) fault |= kFlagParameter;
   bool greedy = is_greedy(params.temperature);
   bool top_k = !greedy && params.top_k > 0 && params.top_k < row.size, top_p = !greedy && params.top_p < 1.0f;
-  RowLaw law = first_read(row, work, top_k || top_p);
+  RowLaw law = first_read(row, work, top_k || top_p || need_mass ? &work.group_max : nullptr);
   law.flags |= fault;
   law.is_point = law.is_point || greedy;
   if (law.is_point) return law;

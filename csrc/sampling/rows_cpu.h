@@ -7,12 +7,12 @@
 
 #include "filters.h"
 #include "philox_keys.h"
+#include "race.h"
 #include "row_source.h"
 
 namespace specdec {
 
-constexpr int32_t kGroup = 64;       // a kernel's inner step; tiles are padded to it with -inf
-constexpr int32_t kPeekStep = 1024;  // logits behind one set of part maxima
+constexpr int32_t kGroup = 64;  // a kernel's inner step; tiles are padded to it with -inf
 
 // Logits of ids base .. base + n - 1.
 struct Span {
@@ -46,8 +46,8 @@ struct ScanArgs {
 // version gives the same bits.
 struct RowKernels {
   int32_t lanes;
-  // Flags of a span (NaN, +inf), its maximum and its minimum (but for NaN); groups (may be null): the maxima of `lanes`
-  // disjoint parts of every kPeekStep logits. All others take cleaned logits.
+  // Flags of a span (NaN, +inf), its maximum and its minimum (but for NaN); groups (may be null): the maxima of its
+  // groups (race.h). All others take cleaned logits.
   int32_t (*peek)(const Span& span, float* span_max, float* span_min, float* groups);
   void (*convert)(const Span& span, float* x);     // copies as float32 and pads
   int32_t (*find)(const Span& span, float value);  // lowest index, -1 if absent
@@ -79,7 +79,10 @@ struct Scratch {
   int32_t index[kTileLogits + kGroup];
   Hit hits[kTileLogits];
   uint64_t hist[kBins];
-  std::vector<float> group_max;
+  std::vector<float> group_max;    // of the row read last
+  std::vector<float> group_order;  // its copy, to be reordered
+  std::vector<float> race_max;     // of race_row, see keep_groups
+  const void* race_row = nullptr;
   float row_min = 0.0f;  // of the row read last
   int32_t listed = 0;    // length of the two lists below
   std::vector<float> list_logits;
@@ -115,6 +118,10 @@ RowLaw row_law(Row row, const FilterParams& params, Scratch& work, bool need_mas
 // row but of one tile, if it has no top-k or top-p. A maximum that is NaN or +inf, or not in its tile, sends us to the
 // row.
 RowLaw tiled_law(Row row, const float* tiles, const FilterParams& params, Scratch& work, bool need_mass);
+// Puts aside the groups' maxima that row_law has just found (with need_mass), for a race in the same row.
+void keep_groups(const Row& row, Scratch& work);
+// race_max of the row: what was put aside, or read now.
+void read_groups(Row row, Scratch& work);
 // Only max, argmax and flags: all a greedy row or a coupled draw needs.
 RowLaw row_argmax(Row row, Scratch& work);
 // Sum of the masses of the logits at or above `low`; fours of neighbours share one rounding.

@@ -156,9 +156,9 @@ float nth_largest(std::vector<float>& values, ptrdiff_t n, ptrdiff_t count) {
   return std::max(values[n], -kInfLogit);
 }
 
-// The k-th largest part maximum of a first read: at most the k-th largest logit. Parts are joined while many are left.
+// The k-th largest maximum of a group: at most the k-th largest logit. Groups are joined while many are left.
 float bound_of_largest(int32_t k, Scratch& work) {
-  auto& parts = work.group_max;
+  auto& parts = work.group_order = work.group_max;
   ptrdiff_t count = static_cast<ptrdiff_t>(parts.size());
   if (k > count) return -kInfLogit;
   for (; count % 2 == 0 && count / 2 >= 4 * k; count /= 2)
@@ -166,15 +166,15 @@ float bound_of_largest(int32_t k, Scratch& work) {
   return nth_largest(parts, k - 1, count);
 }
 
-// A part maximum that about kListed logits reach, if they are spread evenly over the parts.
+// A maximum of a group that about kListed logits reach, if they are spread evenly over the groups.
 float bound_of_list(int32_t size, Scratch& work) {
   if (size <= kMaxListed) return -kInfLogit;
   constexpr ptrdiff_t kSample = 5;
   ptrdiff_t count = static_cast<ptrdiff_t>(work.group_max.size()) / kSample;
-  for (ptrdiff_t i = 0; i < count; i++) work.group_max[i] = work.group_max[i * kSample];
-  double part_size = static_cast<double>(kPeekStep) / row_kernels().lanes;
-  double below = pow(1.0 - kListed / size, part_size);  // share of parts without one
-  return nth_largest(work.group_max, static_cast<ptrdiff_t>((1.0 - below) * static_cast<double>(count - 1)), count);
+  work.group_order.resize(work.group_max.size());
+  for (ptrdiff_t i = 0; i < count; i++) work.group_order[i] = work.group_max[i * kSample];
+  double below = pow(1.0 - kListed / size, kGroupTokens);  // share of groups without one
+  return nth_largest(work.group_order, static_cast<ptrdiff_t>((1.0 - below) * static_cast<double>(count - 1)), count);
 }
 
 // Top-p in one pass: the total, and the list of the largest logits; false where the prefix does not end in the list.

@@ -31,24 +31,26 @@ struct Avx2 {
   SPECDEC_SIMD __m256i order_keys(__m256i x) {
     return _mm256_xor_si256(x, _mm256_and_si256(_mm256_srai_epi16(x, 15), _mm256_set1_epi16(0x7FFF)));
   }
-  // Maxima of 8 disjoint parts of n logits (a multiple of 16) and the lowest one, found on signed 16-bit order keys;
-  // true if one is NaN.
-  SPECDEC_SIMD bool peek_bfloat16(const uint16_t* p, int32_t n, F& parts, float& lowest) {
-    __m256i high = _mm256_set1_epi16(static_cast<int16_t>(0x807F)), low = _mm256_set1_epi16(0x7F80);  // -inf, +inf
-    for (int32_t i = 0; i < n; i += 16) {
-      __m256i key = order_keys(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i)));
-      high = _mm256_max_epi16(high, key);
-      low = _mm256_min_epi16(low, key);
+  // best[i]: the largest of n logits (a multiple of 32) at places i modulo 32; and the lowest of all; found on signed
+  // 16-bit order keys. True if one is NaN.
+  SPECDEC_SIMD bool peek_bfloat16(const uint16_t* p, int32_t n, uint16_t* best, float& lowest) {
+    const __m256i none = _mm256_set1_epi16(static_cast<int16_t>(0x807F)),
+                  all = _mm256_set1_epi16(0x7F80);  // -inf, +inf
+    __m256i high[2] = {none, none}, low = all;
+    for (int32_t i = 0; i < n; i += 32) {
+      for (int h = 0; h < 2; h++) {
+        __m256i key = order_keys(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i + 16 * h)));
+        high[h] = _mm256_max_epi16(high[h], key);
+        low = _mm256_min_epi16(low, key);
+      }
     }
-    __m256i nan = _mm256_or_si256(_mm256_cmpgt_epi16(high, _mm256_set1_epi16(0x7F80)),
-                                  _mm256_cmpgt_epi16(_mm256_set1_epi16(static_cast<int16_t>(0x807F)), low));
-    alignas(32) uint16_t best[16];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(best), order_keys(high));
+    __m256i nan =
+        _mm256_or_si256(_mm256_cmpgt_epi16(_mm256_max_epi16(high[0], high[1]), all), _mm256_cmpgt_epi16(none, low));
+    for (int h = 0; h < 2; h++) _mm256_storeu_si256(reinterpret_cast<__m256i*>(best + 16 * h), order_keys(high[h]));
+    alignas(32) uint16_t least[16];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(least), order_keys(low));
     F even, odd;
-    load_bfloat16_pairs(best, even, odd);
-    parts = _mm256_max_ps(even, odd);
-    _mm256_store_si256(reinterpret_cast<__m256i*>(best), order_keys(low));
-    load_bfloat16_pairs(best, even, odd);
+    load_bfloat16_pairs(least, even, odd);
     lowest = reduce_min(_mm256_min_ps(even, odd));
     return _mm256_movemask_epi8(nan) != 0;
   }

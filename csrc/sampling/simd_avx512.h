@@ -29,9 +29,9 @@ struct Avx512 {
     even = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
     odd = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))));
   }
-  // Maxima of 16 disjoint parts of n logits (a multiple of 32) and the lowest one, found on signed 16-bit order keys;
-  // true if one is NaN.
-  SPECDEC_SIMD bool peek_bfloat16(const uint16_t* p, int32_t n, F& parts, float& lowest) {
+  // best[i]: the largest of n logits (a multiple of 32) at places i modulo 32; and the lowest of all; found on signed
+  // 16-bit order keys. True if one is NaN.
+  SPECDEC_SIMD bool peek_bfloat16(const uint16_t* p, int32_t n, uint16_t* best, float& lowest) {
     const __m512i flip = _mm512_set1_epi16(0x7FFF);
     __m512i high = _mm512_set1_epi16(static_cast<int16_t>(0x807F)), low = _mm512_set1_epi16(0x7F80);  // -inf, +inf
     for (int32_t i = 0; i < n; i += 32) {
@@ -42,13 +42,11 @@ struct Avx512 {
     }
     bool nan = _mm512_cmpgt_epi16_mask(high, _mm512_set1_epi16(0x7F80)) != 0 ||
                _mm512_cmplt_epi16_mask(low, _mm512_set1_epi16(static_cast<int16_t>(0x807F))) != 0;
-    alignas(64) uint16_t best[32];
-    _mm512_store_si512(best, _mm512_ternarylogic_epi32(high, _mm512_srai_epi16(high, 15), flip, 0x78));
+    _mm512_storeu_si512(best, _mm512_ternarylogic_epi32(high, _mm512_srai_epi16(high, 15), flip, 0x78));
+    alignas(64) uint16_t least[32];
+    _mm512_store_si512(least, _mm512_ternarylogic_epi32(low, _mm512_srai_epi16(low, 15), flip, 0x78));
     F even, odd;
-    load_bfloat16_pairs(best, even, odd);
-    parts = _mm512_max_ps(even, odd);
-    _mm512_store_si512(best, _mm512_ternarylogic_epi32(low, _mm512_srai_epi16(low, 15), flip, 0x78));
-    load_bfloat16_pairs(best, even, odd);
+    load_bfloat16_pairs(least, even, odd);
     lowest = _mm512_reduce_min_ps(_mm512_min_ps(even, odd));
     return nan;
   }

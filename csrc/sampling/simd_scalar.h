@@ -21,14 +21,14 @@ struct Scalar {
     even = load_bfloat16(p);
     odd = load_bfloat16(p + 1);
   }
-  SPECDEC_SIMD bool peek_bfloat16(const uint16_t* p, int32_t n, F& parts, float& lowest) {
+  SPECDEC_SIMD bool peek_bfloat16(const uint16_t* p, int32_t n, uint16_t* best, float& lowest) {
     bool nan = false;
-    parts = -__builtin_huge_valf();
+    for (int32_t i = 0; i < 32; i++) best[i] = 0xFF80;  // -inf
     lowest = __builtin_huge_valf();
     for (int32_t i = 0; i < n; i++) {
       float x = load_bfloat16(p + i);
       nan = nan || x != x;
-      parts = x > parts ? x : parts;
+      if (x > load_bfloat16(best + i % 32)) best[i % 32] = p[i];
       lowest = x < lowest ? x : lowest;
     }
     return nan;

@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include "../common/parallel.h"
 #include "verify_cpu.h"
 
 namespace specdec {
@@ -59,16 +60,14 @@ std::vector<RowTask> list_rows(const VerifyParams& params, const std::vector<int
 void run_eager(const VerifyParams& params, const std::vector<int32_t>& requests, std::vector<LawSlot>& target_laws,
                std::vector<LawSlot>& draft_laws) {
   std::vector<RowTask> tasks = list_rows(params, requests, draft_laws);
-  torch::stable::parallel_for(0, static_cast<int64_t>(tasks.size()), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++) {
-      const RowTask& task = tasks[i];
-      const void* next = i + 1 < end ? row_to_come(params, tasks[i + 1].row, tasks[i + 1].is_draft) : nullptr;
-      if (task.is_draft) {
-        draft_laws[task.row].law = draft_law_of(params, task.request, task.row, scratch(), next);
-      } else {
-        target_laws[task.row].law = target_law_of(params, task.request, task.row, scratch(), next);
-        target_laws[task.row].owner = task.request;
-      }
+  share_items(static_cast<int64_t>(tasks.size()), [&](int64_t i, int64_t following) {
+    const RowTask& task = tasks[i];
+    const void* next = following >= 0 ? row_to_come(params, tasks[following].row, tasks[following].is_draft) : nullptr;
+    if (task.is_draft) {
+      draft_laws[task.row].law = draft_law_of(params, task.request, task.row, scratch(), next);
+    } else {
+      target_laws[task.row].law = target_law_of(params, task.request, task.row, scratch(), next);
+      target_laws[task.row].owner = task.request;
     }
   });
 }
@@ -119,11 +118,9 @@ void verify_cpu(const Tensor& target_logits, const Tensor& draft_token_ids, cons
 
   std::vector<LawSlot> target_laws(N), draft_laws(params.draft.num_rows);
   if (eager) run_eager(params, requests, target_laws, draft_laws);
-  torch::stable::parallel_for(0, static_cast<int64_t>(requests.size()), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++) {
-      int64_t next = i + 1 < end ? params.cu_nodes[requests[i + 1]] : -1;
-      verify_request(params, requests[i], next < N ? next : -1, target_laws.data(), draft_laws.data());
-    }
+  share_items(static_cast<int64_t>(requests.size()), [&](int64_t i, int64_t following) {
+    int64_t next = following >= 0 ? params.cu_nodes[requests[following]] : -1;
+    verify_request(params, requests[i], next < N ? next : -1, target_laws.data(), draft_laws.data());
   });
 }
 

@@ -27,7 +27,9 @@ RowLaw target_law_of(const VerifyParams& params, int64_t b, int64_t node, Scratc
   FilterParams filters = params.sampling.filters(b);
   if (params.tile_stats)
     return tiled_law(row, params.tile_stats + node * params.num_tiles * 2, filters, work, compared || reported);
-  return row_law(row, filters, work, compared || reported);
+  RowLaw law = row_law(row, filters, work, compared || reported);
+  if (compared && !law.is_point) keep_groups(row, work);
+  return law;
 }
 
 RowLaw draft_law_of(const VerifyParams& params, int64_t b, int64_t draft_row, Scratch& work, const void* next) {

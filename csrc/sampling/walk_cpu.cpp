@@ -16,7 +16,9 @@ class Walk {
         next_node_(next_node),
         target_laws_(target_laws),
         work_(scratch()),
-        draft_(params, b, draft_laws, work_) {}
+        draft_(params, b, draft_laws, work_) {
+    work_.race_row = nullptr;
+  }
 
   void run() {
     int64_t width = p_.max_depth + 1;
@@ -131,25 +133,25 @@ class Walk {
     write_token(node, law, token(kid));
     nodes_[++depth_] = kid;
   }
-  // The last token of the step, drawn from the residual `log_weight`, or from the target where that is empty.
-  template <class LogWeight>
-  void finish(int32_t node, const RowLaw& law, LogWeight&& log_weight) {
+  // The last token of the step, drawn from the target.
+  void finish(int32_t node, const RowLaw& law) {
     Row row = target_row(node);
     row.next = row_to_come(p_, next_node_, false);
-    int32_t id = pick_token(row, law, key(kPurposeEmit, depth_), log_weight);
-    if (id < 0) {
-      flags_ |= kFlagZeroResidual;
-      id = pick_token(row, law, key(kPurposeEmit, depth_));
-    }
+    int32_t id = pick_token(row, law, key(kPurposeEmit, depth_));
     write_token(node, law, id < 0 ? law.argmax : id);
   }
-  void finish(int32_t node, const RowLaw& law) {
-    finish(node, law, [&](int32_t, float logit) { return static_cast<double>(law.scaled(logit)); });
+  // The same from what is left of it, `log_weight`; from the target where that is empty.
+  template <class LogWeight>
+  void recover(int32_t node, const RowLaw& law, LogWeight&& log_weight) {
+    int32_t id = race_token(target_row(node), law, key(kPurposeEmit, depth_), log_weight, work_);
+    if (id >= 0) return write_token(node, law, id);
+    flags_ |= kFlagZeroResidual;
+    finish(node, law);
   }
-  void finish_residual(int32_t node, const RowLaw& law, double log_c) {
-    finish(node, law, [&](int32_t id, float logit) {
+  auto residual(const RowLaw& law, double log_c) const {
+    return [this, &law, log_c](int32_t id, float logit) {
       return log_residual(law.log_prob(logit, id), draft_.log_q(id), log_c) + law.log_mass;
-    });
+    };
   }
 
   // ---- greedy, one-hot, sampled siblings, coupled: node by node from the root
@@ -206,7 +208,7 @@ class Walk {
         return kid;
       }
     }
-    finish(node, law, [&](int32_t id, float logit) {
+    recover(node, law, [&](int32_t id, float logit) {
       bool tried = std::any_of(kids_.begin(), kids_.end(), [&](int32_t kid) { return token(kid) == id; });
       return tried ? kNegInf : static_cast<double>(law.scaled(logit));
     });
@@ -247,13 +249,10 @@ class Walk {
       state.reject_draw(q);
       stale = true;
     }
-    row.next = row_to_come(p_, next_node_, false);
-    int32_t winner = pick_token(row, law, key(kPurposeEmit, depth_), [&](int32_t id, float logit) {
-      return log_residual(law.log_prob(logit, id), draft_.log_q(id), state.log_c()) + law.log_mass;
-    });
+    int32_t winner = race_token(row, law, key(kPurposeEmit, depth_), residual(law, state.log_c()), work_);
     if (winner < 0) {
       flags_ |= kFlagZeroResidual;
-      finish_residual(node, law, last_c > 0.0 ? log(last_c) : kNegInf);
+      recover(node, law, residual(law, last_c > 0.0 ? log(last_c) : kNegInf));
     } else {
       write_token(node, law, winner);
     }
@@ -306,10 +305,10 @@ class Walk {
     list_children(path[cut]);
     if (kind_ >= 0) {
       flags_ |= draft_.open(kind_, false, nullptr);
-      return finish_residual(path[cut], law, -log_rho[cut]);
+      return recover(path[cut], law, residual(law, -log_rho[cut]));
     }
     int32_t drafted = token(path[cut + 1]);
-    finish(path[cut], law, [&](int32_t id, float logit) {
+    recover(path[cut], law, [&](int32_t id, float logit) {
       double log_p = law.log_prob(logit, id);
       return log_residual(log_p, id == drafted ? 0.0 : kNegInf, -log_rho[cut]) + law.log_mass;
     });
