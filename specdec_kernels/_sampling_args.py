@@ -69,20 +69,24 @@ class Sampling:
         )
 
 
+_REQUEST_COLUMNS = [
+    *(("top_k", torch.int32), ("top_p", torch.float32), ("min_p", torch.float32)),
+    *(("seed", torch.int64), ("position", torch.int64), ("step", torch.int64)),
+]
+
+
 def request_args(op: str, sampling: Sampling) -> list[Tensor | None]:
     if not isinstance(sampling, Sampling):
         raise TypeError(f"{op}: sampling: expected a Sampling, got {type(sampling).__name__}")
     _ops.expect_tensor(op, "temperature", sampling.temperature, torch.float32, 1)
-    wanted = dict(top_k=torch.int32, top_p=torch.float32, min_p=torch.float32)
-    wanted |= dict(seed=torch.int64, position=torch.int64, step=torch.int64)
-    for name, dtype in wanted.items():
-        value = getattr(sampling, name)
+    s, shape = sampling, sampling.temperature.shape
+    columns = [s.top_k, s.top_p, s.min_p, s.seed, s.position, s.step]
+    for (name, dtype), value in zip(_REQUEST_COLUMNS, columns, strict=True):
         if value is not None or name in ("seed", "position"):
-            _ops.expect_tensor(op, name, value, dtype, 1)
-            shape = sampling.temperature.shape
-            _ops.expect(op, name, value.shape == shape, f"shape {list(shape)}", list(value.shape))
-    s = sampling
-    return [s.temperature, s.top_k, s.top_p, s.min_p, s.seed, s.position, s.step]
+            found = _ops.expect_tensor(op, name, value, dtype, 1).shape
+            if found != shape:  # messages are formatted when they are needed: this runs on every step
+                _ops.expect(op, name, False, f"shape {list(shape)}", list(found))
+    return [s.temperature, *columns]
 
 
 def edit_args(op: str, allowed: Tensor | None, bias: Bias | None) -> list[Tensor | None]:
@@ -102,13 +106,15 @@ def index_arg(op: str, name: str, value: Tensor | None, length: int, dtype: torc
     if value is None:
         return None
     _ops.expect_tensor(op, name, value, dtype, 1)
-    _ops.expect(op, name, value.shape[0] == length, f"{length} entries", value.shape[0])
+    if value.shape[0] != length:
+        _ops.expect(op, name, False, f"{length} entries", value.shape[0])
     return value
 
 
 def logits_arg(op: str, name: str, logits: Tensor) -> Tensor:
     _ops.expect_tensor(op, name, logits, LOGITS, 2)
-    _ops.expect(op, name, logits.shape[1] > 0, "at least one column", list(logits.shape))
+    if not logits.shape[1]:
+        _ops.expect(op, name, False, "at least one column", list(logits.shape))
     return logits
 
 

@@ -136,8 +136,10 @@ def verify(
     Data faults set bits in `flags` of their own request. Raises ValueError or TypeError on shapes and dtypes.
     """
     op = "verify"
-    _ops.expect(op, "method", method in METHODS, f"one of {METHODS}", repr(method))
-    _ops.expect(op, "return_logprobs", return_logprobs in LOGPROBS, f"one of {LOGPROBS}", repr(return_logprobs))
+    if method not in METHODS:
+        _ops.expect(op, "method", False, f"one of {METHODS}", repr(method))
+    if return_logprobs not in LOGPROBS:
+        _ops.expect(op, "return_logprobs", False, f"one of {LOGPROBS}", repr(return_logprobs))
     if tile_stats is not None:
         _ops.expect_tensor(op, "tile_stats", tile_stats, torch.float32, 3)
     nodes, columns = logits_arg(op, "target_logits", target_logits).shape
@@ -145,8 +147,9 @@ def verify(
     sampling_tensors = request_args(op, sampling)
     requests = sampling.temperature.shape[0]
     got = tree.cu_nodes.shape[0] - 1
-    _ops.expect(op, "tree", got == requests, f"{requests} requests as in sampling", got)
-    _ops.expect(op, "tree", tree.parents.shape[0] == nodes, f"{nodes} nodes as in target_logits", tree.parents.shape[0])
+    if got != requests:
+        _ops.expect(op, "tree", False, f"{requests} requests as in sampling", got)
+    index_arg(op, "tree", tree.parents, nodes)
     if draft_logits is not None:
         logits_arg(op, "draft_logits", draft_logits)
         index_arg(op, "draft_lse", draft_lse, draft_logits.shape[0], torch.float32)

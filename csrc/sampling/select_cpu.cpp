@@ -6,7 +6,7 @@
 //   level 2+  else its key range in 1024 parts, until one logit value is left; then ties are counted by id
 //
 // Mostly that is not needed. Small k: the k-th largest of a first read's part maxima bounds what must be listed. Top-p:
-// some 10,000 of the largest logits are listed while the total is summed, and the prefix usually ends among them.
+// some 7,000 of the largest logits are listed while the total is summed, and the prefix usually ends among them.
 #include "select_cpu.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace specdec {
 namespace {
 
 constexpr int32_t kMaxListed = 16384;
-constexpr double kListed = 10000.0;
+constexpr double kListed = 7000.0;
 constexpr float kLowest = -__builtin_huge_valf();
 
 bool before(const std::pair<float, int32_t>& a, const std::pair<float, int32_t>& b) {
