@@ -1,6 +1,7 @@
 // The last token of a request: what it is drawn from, the draw, and what is written.
 #pragma once
 #include "common/launch.cuh"
+#include "sampling/race_cuda.cuh"
 #include "sampling/verify_rows_cuda.cuh"
 
 namespace specdec {
@@ -55,17 +56,21 @@ struct TokenWriter {
   }
 };
 
-// Draws the last token of a request from units [begin, end) of its row, by `kind` and `log_c`.
+// Draws the last token of a request from units [begin, end) of its row, by `kind` and `log_c`; by a race of its groups
+// (raced) or token by token.
 __device__ __forceinline__ Winner block_draw(const BlockVerify& p, int64_t b, const Kids& kids, const RowLaw& law,
                                              const DraftView& draft, const Draw& what, DrawKind kind, double log_c,
-                                             const RowReader& reader, int32_t begin, int32_t end, RowScratch& s) {
+                                             const RowReader& reader, int32_t begin, int32_t end, bool raced,
+                                             RowScratch& s) {
   const NoiseKey key{p.call.sampling.seed[b], p.call.sampling.position[b] + what.emitted, kPurposeEmit, 0};
-  return block_pick(reader, begin, end, law, key, s, [&](int32_t id, float logit) -> double {
+  const auto log_weight = [&](int32_t id, float logit) -> double {
     if (kind == DrawKind::plain || kind == DrawKind::one_hot)
       return kind == DrawKind::one_hot && kids.has(id) ? kNegInf : static_cast<double>(law.scaled(logit));
     const double log_q = kind == DrawKind::residual ? draft.log_q(id) : id == what.drafted ? 0.0 : kNegInf;
     return log_residual(law.log_prob(logit, id), log_q, log_c) + law.log_mass;
-  });
+  };
+  return raced ? block_race(reader, begin, end, law, key, s, log_weight)
+               : block_pick(reader, begin, end, law, key, s, log_weight);
 }
 // What is drawn from where nothing has weight: the residual before the latest rejection, then the target itself.
 __device__ __forceinline__ bool fall_back(const Draw& what, DrawKind& kind, double& log_c, int attempt) {
@@ -89,13 +94,15 @@ __device__ __forceinline__ int32_t block_last_token(const BlockVerify& p, int64_
   const RowReader reader(row);
   const Kids kids(p, b, span, what.node);
   const int32_t split = splits > 1 ? static_cast<int32_t>(blockIdx.y) : 0;
-  const int32_t share = (reader.units() + splits - 1) / splits;
+  const int32_t whole = kGroupBlock / reader.per_unit();  // a race takes whole blocks of groups
+  const int32_t share = ((reader.units() + splits - 1) / splits + whole - 1) / whole * whole;
   int32_t begin = split * share, end = begin + share < reader.units() ? begin + share : reader.units();
   DrawKind kind = what.kind;
   double log_c = what.log_c;
 #pragma unroll 1
   for (int attempt = 0;; attempt++) {
-    Winner winner = block_draw(p, b, kids, law, draft, what, kind, log_c, reader, begin, end, s);
+    const bool raced = kind != DrawKind::plain && !law.is_point;
+    Winner winner = block_draw(p, b, kids, law, draft, what, kind, log_c, reader, begin, end, raced, s);
     if (attempt == 0 && splits > 1) {
       Winner* winners = p.winners + b * kMaxSplits;
       if (threadIdx.x == 0) winners[split] = winner;
@@ -104,6 +111,8 @@ __device__ __forceinline__ int32_t block_last_token(const BlockVerify& p, int64_
       winner = block_winner(winner.id >= 0 ? winner.key : 0, winner.id, s);
       begin = 0, end = reader.units();
     }
+    if (raced && winner.id < 0)  // undecided: on other noise, token by token
+      winner = block_draw(p, b, kids, law, draft, what, kind, log_c, reader, begin, end, false, s);
     if (winner.id >= 0) return winner.id;
     if (!fall_back(what, kind, log_c, attempt)) return law.argmax;
     flags |= kFlagZeroResidual;
