@@ -14,6 +14,7 @@ PURPOSE_ACCEPT = tl.constexpr(1)
 PURPOSE_EMIT = tl.constexpr(2)
 PURPOSE_PLAN = tl.constexpr(3)
 PURPOSE_BLOCK = tl.constexpr(4)
+PURPOSE_RACE = tl.constexpr(5)
 
 
 @triton.jit

@@ -38,14 +38,29 @@ def words_of(seed, position, purpose, salt, first, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def gumbel(seed, position, purpose, salt, token, word):
-    """-log(-log(1 - u)), u the midpoint of the word's cell; a small word takes a second word."""
+def exponential(seed, position, purpose, salt, token, word):
+    """-log(1 - u), u the midpoint of the word's cell; a small word takes a second word."""
     cell = tl.full(word.shape, 0.5, tl.float64)
     far = word < TAIL_WORDS
     if tl.max(far.to(tl.int32), 0) > 0:
         tail = one_word(draw(seed, position, purpose | PURPOSE_TAIL, token >> 2, salt), token)
         cell = tl.where(far, (tail.to(tl.float64) + 0.5) * WORD, 0.5)
-    return -tl.log(minus_log1m((word.to(tl.float64) + cell) * WORD))
+    return minus_log1m((word.to(tl.float64) + cell) * WORD)
+
+
+@triton.jit
+def gumbel(seed, position, purpose, salt, token, word):
+    return -tl.log(exponential(seed, position, purpose, salt, token, word))
+
+
+@triton.jit
+def coin_of(high, low):
+    """(u, log u), float64, of two words."""
+    high, low = high.to(tl.int64) & 0xFFFFFFFF, low.to(tl.int64) & 0xFFFFFFFF
+    u = (high.to(tl.float64) + (low.to(tl.float64) + 0.5) * WORD) * WORD
+    rest = ((0xFFFFFFFF - high).to(tl.float64) + ((0xFFFFFFFF - low).to(tl.float64) + 0.5) * WORD) * WORD
+    log_u = tl.where(high < 0x80000000, tl.log(u), -minus_log1m(tl.minimum(rest, 0.5)))
+    return tl.minimum(u, 1.0 - 1.1102230246251565e-16), log_u
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from specdec_kernels._triton.sampling_paths import (
     walk_typical,
     write_token,
 )
+from specdec_kernels._triton.sampling_race import race
 from specdec_kernels._triton.sampling_rows import FLAG_INF, FLAG_NAN, FLAG_PARAMETER, filters_of, keeps, mass_of, weight
 from specdec_kernels._triton.sampling_walk import (
     NO_ROWS,
@@ -269,8 +270,13 @@ def walk_kernel(
             token = law[8]
             looking = ~law[10]
             while looking:
-                found = pick(row, law, seed, position + emitted, PURPOSE_EMIT, tree, at, kind, what, drafted,
-                             log_c, view, ALLOWED, BIASED, ROWS, DRAWN, MAPPED, BLOCK)  # fmt: skip
+                found = emitted * 0 - 1
+                if what != PLAIN:
+                    found = race(row, law, seed, position + emitted, tree, at, kind, what, drafted, log_c, view,
+                                 ALLOWED, BIASED, ROWS, DRAWN, MAPPED)  # fmt: skip
+                if found < 0:
+                    found = pick(row, law, seed, position + emitted, PURPOSE_EMIT, tree, at, kind, what, drafted,
+                                 log_c, view, ALLOWED, BIASED, ROWS, DRAWN, MAPPED, BLOCK)  # fmt: skip
                 token = tl.where(found >= 0, found, token)
                 looking = (found < 0) & (what != PLAIN)
                 flags |= tl.where(looking, FLAG_ZERO_RESIDUAL, 0)

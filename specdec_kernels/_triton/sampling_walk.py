@@ -11,11 +11,10 @@ import triton.language as tl
 from specdec_kernels._triton.rng import FLAG_INDEX, INT32_MAX, draw
 from specdec_kernels._triton.sampling_noise import (
     NONE,
-    WORD,
+    coin_of,
     gumbel,
     highest_gumbel,
     log_residual,
-    minus_log1m,
     words_of,
 )
 from specdec_kernels._triton.sampling_rows import MASS_SCALE, ROUNDER, clean, edited, keeps, weight
@@ -160,11 +159,7 @@ def coin(seed, position, purpose, salt, trial, uniforms, kid, COINS: tl.constexp
         u = tl.load(uniforms + kid).to(tl.float64)
         return u, tl.where(u > 0, tl.log(tl.where(u > 0, u, 1.0)), NONE)
     words = draw(seed, position, purpose, trial + tl.zeros((1,), tl.int32), salt)
-    high, low = tl.sum(words[0].to(tl.int64), 0), tl.sum(words[1].to(tl.int64), 0)
-    u = (high.to(tl.float64) + (low.to(tl.float64) + 0.5) * WORD) * WORD
-    rest = ((0xFFFFFFFF - high).to(tl.float64) + ((0xFFFFFFFF - low).to(tl.float64) + 0.5) * WORD) * WORD
-    log_u = tl.where(high < 0x80000000, tl.log(u), -minus_log1m(tl.minimum(rest, 0.5)))
-    return tl.minimum(u, 1.0 - 1.1102230246251565e-16), log_u
+    return coin_of(tl.sum(words[0].to(tl.int64), 0), tl.sum(words[1].to(tl.int64), 0))
 
 
 # ------------------------------------------------------------------ a draft row in target ids
