@@ -36,7 +36,7 @@ def race(row, law, seed, position, tree, node, kind, what, drafted, log_c, view,
             c = base + (w[0] >> 27).to(tl.int32) * 32 + lane
             logit = clean(edited(row, tl.where(live, c, row[5]), ALLOWED, BIASED))
             own = ((logit - law[0]) * law[3]).to(tl.float64)
-            u, log_u = coin_of(w[1], w[2])
+            _, log_u = coin_of(w[1], w[2])
             takes = live & (logit > NONE) & keeps(logit, c, law[4], law[5]) & (log_u < own - bound)
             if tl.max(takes.to(tl.int32), 0) > 0:
                 value = log_weights(c, logit, law, tree, node, kind, what, drafted, log_c, view, ROWS, DRAWN, MAPPED)
