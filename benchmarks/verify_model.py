@@ -1,4 +1,5 @@
-"""What `verify` should take on a GPU, from bytes and latency alone: `python -m benchmarks.verify_model` prints a table.
+"""What `verify` should take on a GPU, from bytes and latency alone: `python -m benchmarks.verify_model` writes
+docs/verify_on_gpu.md.
 
 Written before any run on a GPU; benchmarks/on_gpu.py puts its figures beside measured ones. The floor is one read of
 the logits that the question needs (all target rows and, for drawn drafts, all draft rows) at the memory's bandwidth.
@@ -10,7 +11,9 @@ of the last token once more. No filters, no log-probabilities.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "verify_on_gpu.md"
 SHAPES = [(batch, nodes) for nodes in (6, 8, 64) for batch in (1, 8, 64)]  # chains of 5 and 7 drafts, trees of 64 nodes
 VOCABULARIES = (32_000, 128_256, 151_936, 262_144)
 EAGER_ROWS = 4  # a multiprocessor: verify_cuda.cu computes so many laws at once, or only those along the path
@@ -76,5 +79,29 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def page() -> str:
+    """The page, whole."""
+    device = Device()
+    return f"""# What `verify` should cost on a GPU
+
+Written by `python -m benchmarks.verify_model` before any run on a GPU: a prediction, not a measurement. Chains of 5 and
+7 drafts drawn from draft rows (6 and 8 target rows a request), and trees of 64 nodes with deterministic drafts;
+bfloat16 logits, no filters, no log-probabilities. `benchmarks/on_gpu.py` writes the same figures beside what it
+measures.
+
+- **floor**: one read of all target rows (and draft rows) at {device.bandwidth / 1e12:g} TB/s (an H200).
+- **read MB**: what the kernels take from memory. Below the floor where the lazy form leaves rows unread (it visits
+  about 4.5 of a tree's), above it where the rows in work do not fit the L2 cache of {device.l2_bytes / 1e6:.0f} MB.
+- **predicted us**: a block of 256 threads keeps 12 KiB on their way and an SM has one block, so a row takes its length
+  over 12 KiB times the latency, assumed: {device.memory_latency * 1e6:g} us from memory,
+  {device.l2_latency * 1e6:g} us from L2. A launch takes {device.launch * 1e6:g} us.
+
+{table()}
+
+Latency decides nearly everywhere: a row is one block's, which reads some 15 GB/s. What the model says to do next: let
+several blocks share a row where rows are few, and bring a second block onto an SM (128 registers a thread).
+"""
+
+
 if __name__ == "__main__":
-    print(table())
+    PAGE.write_text(page())

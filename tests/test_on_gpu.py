@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu_timings, on_gpu
+from benchmarks import gpu_timings, on_gpu, verify_model
 
 ROOT = Path(__file__).resolve().parents[1]
 # The machine is bare: torch with NumPy and Triton, nothing else.
@@ -72,3 +72,13 @@ def test_sample_calls_are_the_out_variants_arguments():
     schema = torch.ops.specdec.build_tree.default._schema
     assert len(calls) == 2
     assert all(len(call) == len(schema.arguments) for call in calls)
+
+
+def test_predictions_are_those_of_the_model():
+    """The page is fresh; by hand: 48 rows of 32000 bfloat16 in one wave of blocks, 5.2 rounds of 12 KiB a row."""
+    assert verify_model.PAGE.read_text() == verify_model.page(), "python -m benchmarks.verify_model"
+    found = verify_model.predict(8, 6, 32_000, drawn=False)
+    rounds = 64_000 / 12_288
+    assert found.form == "eager"
+    assert found.bytes == found.floor_bytes == 48 * 64_000
+    assert found.seconds == pytest.approx(rounds * (0.8e-6 + 0.35e-6) + rounds * 0.35e-6 / 16 + 8e-6)
