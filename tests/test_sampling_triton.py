@@ -26,7 +26,7 @@ def agree(twin: Backend, op: str, *arguments, **options) -> None:
     right = getattr(sk, op)(*arguments, **options, backend="native")
     found = getattr(sk, op)(*(place(a, twin.device) for a in arguments), **options, **twin.kwargs)
     for name, a, b in zip(right._fields, found, right, strict=True):
-        slack = 1e-6 if twin.name == "triton_interpret" and name in ("log_sum", "log_probs", "lse") else 0.0
+        slack = 1e-6 if twin.name == "triton_interpret" and name in ("log_sum", "log_probs", "lse", "logprobs") else 0.0
         torch.testing.assert_close(a, b, rtol=slack, atol=slack, msg=lambda m, name=name: f"{name}: {m}")
 
 
@@ -42,6 +42,21 @@ def test_filtered_rows(kind: str, V: int, dtype: torch.dtype, twin: Backend):
         edits["bias"] = (torch.arange(R + 1).int(), torch.randint(0, V, (R,)).int(), torch.randn(R) * 5)
         edits["vocab_size"] = V - 3
     agree(twin, "filter_rows", logits, sampling, **edits)
+
+
+def test_sample(twin: Backend):
+    """Filters, greedy and dead rows, rows of nobody, far positions, masks and biases; both log-probabilities."""
+    R, V = 12, 300
+    logits = torch.randn(R, V) * 3
+    logits[3], logits[4, :9] = -INF, float("nan")
+    counts = torch.arange(R + 1).int()
+    agree(
+        twin, "sample", logits,
+        sk.Sampling.of(3, seed=[1, 2, 2**62], position=[0, 2**40, 5], top_p=[1.0, 0.7, 1.0], temperature=[0.8, 1.5, 0]),
+        row_requests=torch.tensor([0, 1, 2, 0, 1, 2, 3, -1, 0, 1, 1, 1], dtype=torch.int32),
+        row_positions=torch.arange(R) * 1000, allowed=bit_rows([range(r % 3, V, 3) for r in range(R)], V),
+        bias=(counts, torch.randint(0, V, (R,)).int(), torch.randn(R) * 5), vocab_size=290, return_logprobs="both",
+    )  # fmt: skip
 
 
 def test_stats_of_rows(twin: Backend):

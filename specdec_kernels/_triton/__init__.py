@@ -19,6 +19,7 @@ OPS: dict[str, str] = {
     "draft_topk": "draft_topk",
     "draft_sample": "sampling_drafts",
     "verify": "sampling_launch",
+    "sample": "sampling_sample",
     "row_stats": "sampling_blocks",
     "filter_rows": "sampling_blocks",
     "residual_log_weights": "sampling_blocks",
