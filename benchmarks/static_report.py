@@ -136,12 +136,21 @@ def _short_names(mangled: list[str]) -> dict[str, str]:
     return names
 
 
+def built_library() -> Path | None:
+    """The CUDA ops library as built here, if it is newer than every source of it."""
+    found = sorted((ROOT / "specdec_kernels").glob("_cuda.*.so"))
+    sources = [*(ROOT / "csrc").rglob("*.cu*"), *(ROOT / "csrc").rglob("*.h"), ROOT / "setup.py"]
+    newest = max(path.stat().st_mtime for path in sources)
+    return found[0] if found and found[0].stat().st_mtime > newest else None
+
+
 def read_cubin(path: Path, arch: str) -> list[Kernel]:
-    """Every kernel of a cubin."""
+    """Every kernel of a cubin, or of a library's part for this architecture."""
     folder = tools()
     assert folder is not None
     usage = re.findall(
-        r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", _run(folder / "cuobjdump", "-res-usage", path)
+        r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)",
+        _run(folder / "cuobjdump", "-arch", f"sm_{arch}", "-res-usage", path),
     )
     names = _short_names([found[0] for found in usage])
     reserved = _RESERVED if int(arch.rstrip("a")) >= 90 else 0  # counted as static shared memory from sm_90 on
@@ -149,7 +158,7 @@ def read_cubin(path: Path, arch: str) -> list[Kernel]:
         symbol: Kernel(names[symbol], arch, int(registers), int(stack), max(0, int(shared) - reserved))
         for symbol, registers, stack, shared in usage
     }
-    for part in re.split(r"\n\s*Function : ", _run(folder / "cuobjdump", "-sass", path))[1:]:
+    for part in re.split(r"\n\s*Function : ", _run(folder / "cuobjdump", "-arch", f"sm_{arch}", "-sass", path))[1:]:
         symbol = part.split()[0]
         if symbol in kernels:
             _read_instructions(kernels[symbol], part)

@@ -76,7 +76,7 @@ def test_interpreted(name):
     CHECKS[name](Backend("triton_interpret", "cpu", "triton_interpret"))
 
 
-@pytest.mark.parametrize("name", EVERYTHING)
+@pytest.mark.parametrize("name", [pytest.param("everything", marks=pytest.mark.long), "splits"])
 def test_compiled(name):
     EVERYTHING[name](Backend("triton_ptx", "cpu", "triton_ptx"))
 

@@ -106,10 +106,11 @@ def test_IN_04_fullgraph_compile_with_changing_batch(op: str):
             torch.testing.assert_close(g, e, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("op", sorted(set(_ops.SCHEMAS) - set(BUILT)))
-def test_unbuilt_ops_say_so_by_name(op: str):
-    with pytest.raises(NotImplementedError, match=rf"^{op}: backend: auto on cpu is not built"):
-        _ops.call(op, None, torch.device("cpu"))
+def test_unbuilt_ops_say_so_by_name():
+    """The set is empty while every op is built; what an unbuilt backend says is held by the next test."""
+    for op in sorted(set(_ops.SCHEMAS) - set(BUILT)):
+        with pytest.raises(NotImplementedError, match=rf"^{op}: backend: auto on cpu is not built"):
+            _ops.call(op, None, torch.device("cpu"))
 
 
 def test_explicit_backend_never_falls_back():
