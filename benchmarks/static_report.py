@@ -15,7 +15,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,7 @@ class Kernel:
     static_shared: int
     mix: dict[str, int] = field(default_factory=dict)
     loops: list[Loop] = field(default_factory=list)
+    step: dict[str, int] = field(default_factory=dict)  # see _read_step; empty for kernels without mma.sync
 
     @property
     def spills(self) -> int:
@@ -178,10 +179,20 @@ def _read_instructions(kernel: Kernel, listing: str) -> None:
         return dict(collections.Counter(next(c for c, p in _CLASSES if p.match(name)) for name in inside))
 
     kernel.mix = mix(0, 1 << 60)
+    kernel.step = _read_step([at for at, name, _ in instructions if name.startswith("HMMA")], mix)
     for at, name, rest in instructions:
         target = re.search(r"0x([0-9a-f]+)", rest) if name.startswith("BRA") else None
         if target and int(target[1], 16) < at:
             kernel.loops.append(Loop(int(target[1], 16), at, mix(int(target[1], 16), at)))
+
+
+def _read_step(products: list[int], mix: Callable[[int, int], dict[str, int]]) -> dict[str, int]:
+    """The mix from the first to the last product of a tile step on context tiles: attention has the step twice, and the
+    masked copy is the longer one."""
+    half = len(products) // 2
+    if not products or len(products) % 2:
+        return {}
+    return min((mix(part[0], part[-1]) for part in (products[:half], products[half:])), key=lambda m: sum(m.values()))
 
 
 def build_cubin(source: Path, arch: str, few: bool = False) -> Path:
@@ -224,12 +235,8 @@ def budget_of(name: str, table: dict[str, dict[str, Any]]) -> dict[str, Any] | N
 
 
 def line(kernel: Kernel, budget: dict[str, Any] | None) -> str:
-    loop = kernel.main_loop
-    mix = (
-        ", ".join(f"{name} {count}" for name, count in sorted(loop.mix.items(), key=lambda i: -i[1])[:7])
-        if loop
-        else "-"
-    )
+    inner = kernel.step or (kernel.main_loop.mix if kernel.main_loop else {})
+    mix = ", ".join(f"{name} {count}" for name, count in sorted(inner.items(), key=lambda i: -i[1])[:7]) or "-"
     blocks, limit = kernel.occupancy(budget["threads"], budget["dynamic_shared"]) if budget else ("?", "no budget yet")
     return (f"| `{kernel.name}` | sm_{kernel.arch} | {kernel.registers} | {kernel.spills} | {kernel.static_shared} | "
             f"{blocks} ({limit}) | {mix} |")  # fmt: skip
@@ -266,7 +273,7 @@ def main() -> None:
         sys.exit("static_report: cuobjdump: expected Triton's wheel (it carries the tool), got none")
     kernels = report(tuple(options.archs.split(",")), options.few, options.files)
     table = budgets()
-    columns = ["kernel", "arch", "registers", "spills", "static shared", "blocks an SM", "main loop"]
+    columns = ["kernel", "arch", "registers", "spills", "static shared", "blocks an SM", "main loop or tile step"]
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
     for kernel in sorted(kernels, key=lambda k: (k.name, k.arch)):
         print(line(kernel, budget_of(kernel.name, table)))

@@ -32,7 +32,9 @@ def faults(kernel: Kernel, budget: dict) -> list[str]:
     if blocks < budget["blocks_per_sm"] and limit != "absent":
         found.append(f"{blocks} blocks an SM (limited by {limit}), budget {budget['blocks_per_sm']}")
     loop = kernel.main_loop.mix if kernel.main_loop else {}
-    for mix, bounds, where in ((kernel.mix, budget, ""), (loop, budget.get("main_loop", {}), " in the main loop")):
+    places = [(kernel.mix, budget, ""), (loop, budget.get("main_loop", {}), " in the main loop"),
+              (kernel.step, budget.get("step", {}), " in a step on a context tile")]  # fmt: skip
+    for mix, bounds, where in places:
         for name, least in bounds.get("at_least", {}).items():
             if mix.get(name, 0) < least:
                 found.append(f"{mix.get(name, 0)} {name} instructions{where}, budget at least {least}")

@@ -88,10 +88,12 @@ __device__ __forceinline__ void add_broken_values(WarpState<Tile>& state, const 
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const float x = broken_value<Tile>(v, position, column_of<Tile>(n, i, lane), e5m2);
+        if (x == 0.0f) continue;  // mostly; as a branch, or loads of all columns wait in registers that are not there
 #pragma unroll
         for (int m = 0; m < Tile::kRowTiles; m++)
 #pragma unroll
-          for (int half = 0; half < 2; half++) state.o[m][n][2 * half + i] += sees[m][half] ? x : 0.0f;
+          for (int half = 0; half < 2; half++)
+            if (sees[m][half]) state.o[m][n][2 * half + i] += x;
       }
   }
 }
