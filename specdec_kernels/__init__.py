@@ -2,6 +2,7 @@
 
 from specdec_kernels._handover import GatheredRows, NextStep, gather_accepted, prepare_next, truncate
 from specdec_kernels._ops import SCHEMAS, Flag, supports, workspace_size
+from specdec_kernels._sharded_verify import sample_sharded, verify_sharded
 from specdec_kernels.attention import (
     AttentionOutput,
     merge_attention,
@@ -120,6 +121,7 @@ __all__ = [
     "residual_log_weights",
     "row_stats",
     "sample",
+    "sample_sharded",
     "sequoia_tree",
     "slot_mapping",
     "static_tree",
@@ -133,6 +135,7 @@ __all__ = [
     "unpack_rows",
     "verify",
     "verify_probs",
+    "verify_sharded",
     "workspace_size",
     "write_kv",
 ]

@@ -1,0 +1,157 @@
+"""sample and exact-match verification on vocabulary shards: torch.distributed on gloo gives what one process gives."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import specdec_kernels as sk
+from specdec_kernels import _sharded
+from tests.sampling_helpers import ints, sampling_tensors, tree_tensors
+
+INF, NAN = float("inf"), float("nan")
+DTYPES, WIDE = (torch.float32, torch.bfloat16), 151_936
+PARENTS = [-1, 0, 0, 1, 1, 2]
+
+
+def rows(V: int, dtype: torch.dtype) -> tuple[torch.Tensor, sk.Sampling]:
+    """A row a filter, faults and ties among them."""
+    shapes = list(itertools.product((1.0, 0.6), (0, 1, 40), (1.0, 0.9), (0.0, 0.02)))
+    R = len(shapes) + 6
+    logits = torch.randn(R, V, generator=torch.Generator().manual_seed(V)) * 3
+    logits[1::3] = logits[1::3].round()
+    logits[0], logits[2, V - 2], logits[5, ::9], logits[8, V // 2 :] = -INF, NAN, INF, -INF
+    odd = [(0.0, 0, 1.0, 0.0), (-1.0, 5, 0.5, 0.1), (2.0, 3, 0.2, 0.5), (1.0, V, 0.0, 1.0), (1.0, 0, NAN, 0.0)]
+    temperature, top_k, top_p, min_p = zip(*shapes, *odd, (1e-3, 0, 0.5, 0.0), strict=True)
+    numbers = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=range(-R, 0))
+    keep = slice(None) if V < WIDE else slice(2, None, 5)
+    numbers = {name: list(column)[keep] for name, column in numbers.items()}
+    position = [2**33 + r for r in range(R)][keep]
+    return logits[keep].to(dtype), sampling_tensors(len(position), **numbers, position=position)
+
+
+def trees(V: int) -> tuple[torch.Tensor, torch.Tensor, sk.DraftTree, sk.Sampling]:
+    """Trees whose drafts are often the target's own token; twins, ids that do not exist, a dead row, a NaN."""
+    B, n = 8 if V < WIDE else 2, len(PARENTS)
+    sampling = sampling_tensors(
+        B, temperature=[1.0, 0.0, 0.7, 1.3, 1.0, 0.0, 0.7, 1.3][:B], top_p=[0.9, 1.0] * (B // 2), seed=range(B),
+        position=range(B),
+    )  # fmt: skip
+    logits = torch.randn(B * n, V, generator=torch.Generator().manual_seed(1)) * 4
+    logits[n], logits[2, V - 1] = -INF, NAN
+    tree = tree_tensors([PARENTS] * B)
+    own = sk.verify(logits, ints([0] * B * n), tree, sampling, method="coupled").output_token_ids[:, 0]
+    ids = torch.randint(0, V, (B, n), generator=torch.Generator().manual_seed(2)).int()
+    ids[0, 1], ids[:6, 2] = logits[0].argmax(), own[:6]
+    if B == 2:
+        return logits, ids.view(-1), tree, sampling
+    ids[3, 1], ids[4, 1], ids[5, 1], ids[6, 1] = own[3], V + 4, -1, ids[6, 2]
+    return logits, ids.view(-1), tree, sampling
+
+
+def split(V: int, world: int) -> list[int]:
+    """Where shards begin, and the end: multiples of 32."""
+    return [V * r // world // 32 * 32 for r in range(world)] + [V]
+
+
+def answers(start: int, end: int | None, V: int, group) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for dtype in DTYPES[V >= WIDE :]:
+        logits, sampling = rows(V, dtype)
+        found += sk.sample_sharded(
+            logits[:, start:end], sampling, vocab_start=start, group=group, return_logprobs="both"
+        )
+    logits, ids, tree, sampling = trees(V)
+    for method, logprobs in (("greedy", "raw"), ("coupled", "both")):
+        out = sk.verify_sharded(
+            logits[:, start:end], ids, tree, sampling, method=method, vocab_start=start, group=group,
+            return_logprobs=logprobs,
+        )  # fmt: skip
+        found += [x for x in out if x is not None]
+    return found
+
+
+def expected(V: int) -> list[torch.Tensor]:
+    right: list[torch.Tensor] = []
+    for dtype in DTYPES[V >= WIDE :]:
+        right += sk.sample(*rows(V, dtype), return_logprobs="both")
+    logits, ids, tree, sampling = trees(V)
+    for method, logprobs in (("greedy", "raw"), ("coupled", "both")):
+        out = sk.verify(logits, ids, tree, sampling, method=method, return_logprobs=logprobs)
+        assert int(out.num_emitted.max()) > 1, method
+        right += [x for x in out if x is not None]
+    return right
+
+
+def same(found: list[torch.Tensor], right: list[torch.Tensor]) -> None:
+    assert len(found) == len(right)
+    for index, (a, b) in enumerate(zip(found, right, strict=True)):
+        wrong = (a != b).nonzero().tolist()
+        assert not wrong, (index, wrong[:5])
+
+
+@pytest.mark.parametrize("V", [5, 1000])
+def test_one_shard_is_the_op(V: int):
+    same(answers(0, None, V, None), expected(V))
+
+
+def rank_main(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+    try:
+        for V in (131, WIDE):
+            begin = split(V, world)
+            torch.save(answers(begin[rank], begin[rank + 1], V, dist.group.WORLD), f"{folder}/{V}-{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3])
+def test_ranks_give_what_one_process_gives(world: int, tmp_path: Path):
+    """Every rank's tokens, flags and log-probabilities, bit for bit; shards of a real vocabulary and of 131 ids."""
+    mp.spawn(rank_main, (world, str(tmp_path)), nprocs=world)
+    for V in (131, WIDE):
+        right = expected(V)
+        for rank in range(world):
+            same(torch.load(tmp_path / f"{V}-{rank}.pt"), right)
+
+
+def test_control_a_shard_read_as_the_whole_row_differs():
+    """Ranks that do not reduce draw from their own columns alone."""
+    logits, sampling = rows(1000, torch.float32)
+    whole = sk.sample(logits, sampling).token_ids
+    alone = sk.sample_sharded(logits[:, :480], sampling, vocab_start=0, group=None).token_ids
+    assert (alone != whole).float().mean() > 0.3
+
+
+def test_bytes_that_cross_ranks(monkeypatch: pytest.MonkeyPatch):
+    """At most 64 bytes a row where nothing is filtered; a histogram of 8 KiB for each of top-k and top-p."""
+    spent = 0
+
+    def count(self, tensor, op):
+        nonlocal spent
+        spent += tensor.numel() * tensor.element_size()
+        return tensor
+
+    monkeypatch.setattr(_sharded.Shards, "reduce", count)
+    R, logits = 32, torch.randn(32, 100)
+    for filters, least, most in (({}, 40, 64), ({"top_k": 5}, 8192, 8300), ({"top_k": 5, "top_p": 0.5}, 16384, 16600)):
+        spent = 0
+        sk.sample_sharded(logits, sk.Sampling.of(R, **filters), vocab_start=0, group=None)
+        assert least <= spent / R <= most, (filters, spent / R)
+
+
+def test_arguments():
+    logits, sampling = rows(64, torch.float32)
+    with pytest.raises(ValueError, match="sample_sharded: vocab_start: expected a multiple of 32, got 8"):
+        sk.sample_sharded(logits, sampling, vocab_start=8, group=None)
+    logits, ids, tree, sampling = trees(64)
+    with pytest.raises(NotImplementedError, match="verify_sharded: method"):
+        sk.verify_sharded(logits, ids, tree, sampling, method="rejection", vocab_start=0, group=None)
