@@ -13,19 +13,19 @@ import torch
 from specdec_kernels.engine.batch import HiddenStates, TargetModel
 from specdec_kernels.engine.config import EngineConfig
 from specdec_kernels.engine.drafters import Draft, DraftContext, Drafter, DrafterTable, Limit
-from specdec_kernels.engine.drafters.laws import draft_laws
-from specdec_kernels.engine.edits import process_rows, step_edits
 from specdec_kernels.engine.graphs import GraphedForward
 from specdec_kernels.engine.life import prepare, take
 from specdec_kernels.engine.memory import Memory
 from specdec_kernels.engine.metrics import EngineCounters
 from specdec_kernels.engine.observing import committed_rows, show, wanted_states
-from specdec_kernels.engine.pack import Packed, make_sampling, pack_step
+from specdec_kernels.engine.pack import Packed, pack_step
+from specdec_kernels.engine.parallel import expect_alike
 from specdec_kernels.engine.policy import DraftOutcome, DraftPolicy, FixedDrafts, StepTiming
 from specdec_kernels.engine.request import Event, Request, RequestState, Result
 from specdec_kernels.engine.scheduler import Scheduler, StepPlan
+from specdec_kernels.engine.verification import verify_step
 from specdec_kernels.kv import commit_kv
-from specdec_kernels.sampling import Verified, verify
+from specdec_kernels.sampling import Verified
 
 logger = logging.getLogger("specdec_kernels")
 
@@ -61,6 +61,8 @@ class Engine:
         self.metrics = EngineCounters()
         self._drafters = DrafterTable(model)
         self._default_drafter = self._drafters.get(drafter)
+        if getattr(model, "parallel", None) is not None:
+            expect_alike(self.policy, self._default_drafter, self.config)
         self.memory = Memory(model, self._default_drafter, self.config)
         self.arena, self.cache, self.prefixes = self.memory.arena, self.memory.cache, self.memory.prefixes
         self.scheduler = Scheduler(
@@ -187,7 +189,7 @@ class Engine:
         verified = time.perf_counter()
         outcome = None
         if packed.states:
-            outcome = self._verify(packed, logits)
+            outcome = verify_step(self.model, packed, logits)
             if packed.branched:  # the path accepted in a chain is dense already
                 self._commit(packed, outcome)
             reports, outcomes = self._accept(packed, outcome)
@@ -246,34 +248,13 @@ class Engine:
             self.metrics.verify_slots_padded += 0 if logits is None else self._graphs.padding
         if logits is None:
             wanted: dict[str, Any] = {} if hidden is None else {"hidden": hidden}  # not every model has it
+            if getattr(self.model, "parallel", None) is not None:
+                wanted["own_columns"] = True
             logits = self.model.forward(packed.batch, self.cache, **wanted)
         self.metrics.forward_time_s += time.perf_counter() - start
         self.metrics.forwards += 1
         self.metrics.verify_slots += len(packed.draft_token_ids)
         return logits
-
-    def _verify(self, packed: Packed, logits: torch.Tensor) -> Verified:
-        """Greedy, or the rule that fits how the drafts came about: all fixed, or some drawn from a known law."""
-        laws: dict[str, Any] = {}
-        if all(state.request.temperature <= 1e-5 for state in packed.states):
-            method = "greedy"
-        elif all(draft.logits is None for draft in packed.drafts):
-            method = "target_only"
-        else:
-            method, laws = "rejection", draft_laws(packed.drafts, self.model.vocab_size, self.model.device)
-        logits = process_rows(packed.states, packed.drafts, logits)
-        asked = {state.request.logprobs for state in packed.states} - {None}
-        return verify(
-            logits,
-            packed.draft_token_ids,
-            packed.tree,
-            make_sampling(packed.states, self.model.device),
-            method=method,
-            vocab_size=self.model.vocab_size,
-            return_logprobs=None if not asked else asked.pop() if len(asked) == 1 else "both",
-            **laws,
-            **step_edits(packed.states, packed.drafts, logits, self.model.vocab_size),  # type: ignore[arg-type]
-        )
 
     def _commit(self, packed: Packed, verified: Verified) -> None:
         commit_kv(

@@ -13,6 +13,7 @@ from specdec_kernels.attention import tree_attention, write_kv
 from specdec_kernels.engine.batch import Batch, HiddenStates, KVCache, KVShape
 from specdec_kernels.engine.fused_layer import fuse_layers
 from specdec_kernels.engine.linear import fuse_norms, pack_linears
+from specdec_kernels.engine.parallel import Parallel, whole
 
 ATTENTION = "specdec_kernels"
 _UNSUPPORTED = {
@@ -94,7 +95,8 @@ class TransformersModel:
     """Runs a `transformers` causal LM on packed batches (see `TargetModel`).
 
     The model's attention is replaced through `AttentionInterface`; its linear layers are packed for oneDNN where that
-    is measured to be faster. The module given is changed in place and belongs to this object from then on.
+    is measured to be faster. The module given is changed in place and belongs to this object from then on. One that
+    transformers has split over ranks stays split (`parallel`); then every rank makes the same calls.
     """
 
     def __init__(self, module: Any, tokenizer: Any = None, name: str = "model", pack: bool = True):
@@ -112,7 +114,10 @@ class TransformersModel:
         self.vocab_size: int = config.vocab_size
         self.max_context: int = config.max_position_embeddings
         self.num_layers: int = config.num_hidden_layers
-        self.num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self.parallel = Parallel.of(module, num_kv_heads, name)
+        self.num_kv_heads: int = num_kv_heads if self.parallel is None else self.parallel.num_kv_heads
+        pack = pack and self.parallel is None
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.hidden_size: int = config.hidden_size
         self.eos_token_ids = _eos_ids(module, tokenizer)
@@ -142,7 +147,9 @@ class TransformersModel:
         cache: KVCache,
         layers: tuple[int, ...] | None = None,
         hidden: HiddenStates | None = None,
+        own_columns: bool = False,
     ) -> torch.Tensor:
+        """See `TargetModel`. own_columns: of a model split by vocabulary, this rank's columns alone."""
         _current.batch, _current.cache, _current.hidden = batch, cache, hidden
         for layer in hidden.layers if hidden is not None else ():
             self._keep(layer)
@@ -161,23 +168,26 @@ class TransformersModel:
                 self._body.layers = self._all_layers
         if batch.logit_rows is not None and not self._slices_rows:
             logits = logits[batch.logit_rows]
+        if self.parallel is not None and self.parallel.vocab_start is not None and not own_columns:
+            logits = self.parallel.gather(logits)
         return logits
 
     def fingerprint(self) -> str:
         """Names this model's weights, cheaply and whatever the dtype: a hash over its vectors and first embeddings."""
         digest = hashlib.sha256(f"{self.num_layers} {self.vocab_size}".encode())
-        for parameter in (self.module.get_input_embeddings().weight[:64], *self.module.parameters()):
+        for parameter in (whole(self.module.get_input_embeddings().weight)[:64], *self.module.parameters()):
             if parameter.dim() == 1 or parameter.shape[0] == 64:
+                parameter = whole(parameter)
                 digest.update(parameter.detach().bfloat16().float().cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def embedding(self) -> torch.Tensor:
         """Input embedding matrix [V or more, hidden]."""
-        return self.module.get_input_embeddings().weight.detach()
+        return whole(self.module.get_input_embeddings().weight.detach())
 
     def output_matrix(self) -> torch.Tensor:
         """Output matrix [V or more, hidden]."""
-        return self._output
+        return whole(self._output)
 
     def _keep(self, layer: int) -> None:
         """See that forward passes hand the state at `layer` to whoever asks for it."""

@@ -39,6 +39,10 @@ def specdec_generate(
     called with one row at a time (input_ids [1, n], the prompt's padding included, scores float32 [1, V]) for every
     node, so they must be functions of the text; stopping criteria likewise, with scores None, for every token.
 
+    A model that transformers split over ranks (`from_pretrained(distributed_config=DistributedConfig(tp_size=2))` under
+    torchrun) is decoded by all ranks together: each makes the same call, and seeds are the first rank's. With
+    `tp_plan={"lm_head": "colwise"}` greedy rows are verified on vocabulary shards.
+
     Returns what `generate` would: ids int64 [B, prompt + new], or with `return_dict_in_generate` an object with
     `sequences`. NotImplementedError names what is not there: beams, scores and states in the output, a filled cache.
     """
@@ -64,11 +68,13 @@ def specdec_generate(
                 page_size=_PAGE, num_pages=pages, max_batch=len(prompts), num_drafts=num_drafts, prefix_cache=False
             )
             engine = Engine(target, drafter, config, policy=policy)
+            seeds = torch.tensor([int(torch.randint(2**62, ())) for _ in prompts], device=input_ids.device)
+            if target.parallel is not None:
+                seeds = target.parallel.same(seeds)
             rows = {}
-            for row, prompt in enumerate(prompts):
+            for row, (prompt, seed) in enumerate(zip(prompts, seeds.tolist())):
                 own = _of_row(logits_processor, row)
                 law = _law(generation_config, own, input_ids[row].tolist(), len(prompt))
-                seed = int(torch.randint(2**62, ()))
                 rows[engine.add(Request(prompt, max_tokens=room, seed=seed, **common | law))] = row
 
             def take(event: Event) -> None:
