@@ -192,39 +192,64 @@ class Registry:
 
 
 def fake_sglang(monkeypatch, **functions):
+    """Modules with SGLang's names and parameters; one sampler is None, as on the CPU."""
     registry = Registry()
+    factories: dict[str, object] = {"lru": object}
     modules = {
         "sglang": {"__version__": "0.5.23"}, "sglang.srt": {}, "sglang.srt.plugins": {}, "sglang.srt.speculative": {},
+        "sglang.srt.mem_cache": {}, "sglang.srt.arg_groups": {},
         "sglang.srt.plugins.hook_registry": {
-            "HookRegistry": registry, "HookType": types.SimpleNamespace(REPLACE="replace"),
+            "HookRegistry": registry, "HookType": types.SimpleNamespace(REPLACE="replace", AROUND="around"),
         },
         plugin._USER: {
             "build_tree_kernel_efficient_func": plugin.build_tree_for_sglang,
             "verify_tree_greedy_func": plugin.verify_greedy_for_sglang,
-            "tree_speculative_sampling_target_only": None, **functions,
+            "tree_speculative_sampling_target_only": None,
+            "chain_speculative_sampling_triton": plugin.sample_chain_for_sglang, **functions,
         },
+        "sglang.srt.speculative.spec_utils": {
+            "move_accept_tokens_to_target_kvcache":
+                lambda batch, accept_index, num_correct_drafts, token_to_kv_pool_allocator: None,
+        },
+        "sglang.srt.mem_cache.utils": {
+            "_EVICTION_POLICY_FACTORIES": factories, "get_eviction_strategy": lambda eviction_policy, config=None: None,
+        },
+        "sglang.srt.arg_groups.choices": {"add_radix_eviction_policy_choices": [].extend},
     }  # fmt: skip
     for name, content in modules.items():
         made = types.ModuleType(name)
         vars(made).update(content)
         monkeypatch.setitem(sys.modules, name, made)
-    return registry
+    return registry, factories
 
 
 def test_register_replaces_by_name(monkeypatch):
-    registry = fake_sglang(monkeypatch)
+    registry, factories = fake_sglang(monkeypatch)
     assert plugin.register()
-    assert registry.hooks == {f"{plugin._USER}.{name}": (ours, "replace") for name, ours in plugin.REPLACED.items()}
+    assert plugin.register()  # once more changes nothing
+    replaced = {path: (ours, "replace") for path, ours in plugin.HOOKS.items() if "target_only" not in path}
+    around = (plugin.compact_kv_for_sglang, "around")
+    assert registry.hooks == replaced | {
+        "sglang.srt.speculative.spec_utils.move_accept_tokens_to_target_kvcache": around
+    }
+    assert list(factories) == ["lru", "specdec_soft_first"]
 
 
 def test_a_moved_function_leaves_sglang_alone(monkeypatch, caplog):
-    registry = fake_sglang(monkeypatch, verify_tree_greedy_func=lambda predicts, candidates: None)
+    registry, factories = fake_sglang(monkeypatch, verify_tree_greedy_func=lambda predicts, candidates: None)
     assert not plugin.register()
     assert not registry.hooks
+    assert list(factories) == ["lru"]
     (record,) = caplog.records
     assert "verify_tree_greedy_func: expected parameters predicts, accept_index" in record.getMessage()
+    assert "\n" not in record.getMessage()
     fake_sglang(monkeypatch, build_tree_kernel_efficient_func=None)
-    assert "not there" in plugin.moved_hooks()[0]
+    assert "build_tree_kernel_efficient_func: TypeError" in plugin.moved_hooks()[0]
+    fake_sglang(monkeypatch, chain_speculative_sampling_triton=lambda predicts: None)
+    assert "chain_speculative_sampling_triton: expected parameters predicts" in plugin.moved_hooks()[0]
+    fake_sglang(monkeypatch)
+    del sys.modules["sglang.srt.speculative.spec_utils"].move_accept_tokens_to_target_kvcache
+    assert "move_accept_tokens_to_target_kvcache: AttributeError" in plugin.moved_hooks()[0]
     monkeypatch.setitem(sys.modules, "sglang", None)
     assert not plugin.register()
 
@@ -232,25 +257,39 @@ def test_a_moved_function_leaves_sglang_alone(monkeypatch, caplog):
 # ---- with SGLang (make test-sglang)
 
 
-def test_sglangs_own_tree_organisation_calls_ours():
-    """In a process of its own: importing SGLang leaves hooks that a test session does not survive."""
+def in_a_process(call: str) -> None:
+    """SGLang's registry patches every module that imported what it replaces: not for a test session."""
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("no sglang here (make test-sglang)")
-    code = "import os; from tests import test_integration_sglang as t; t.drive_sglang(); print('DROVE', flush=True)"
-    code += "; os._exit(0)"
+    code = f"import os; from tests import test_integration_sglang as t, test_integration_sglang_cache as c; {call}"
+    code += "; print('DROVE', flush=True); os._exit(0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert "DROVE" in done.stdout, (done.stdout + done.stderr)[-4000:]
+
+
+def test_sglangs_own_tree_organisation_calls_ours():
+    in_a_process("t.drive_sglang()")
+
+
+def without_torchvisions_kernels() -> None:
+    """torchvision's wheel wants CUDA; SGLang only imports it here."""
+    sys.modules["torchvision._meta_registrations"] = types.ModuleType("torchvision._meta_registrations")
+
+
+def hooked_sglang():
+    """SGLang's EAGLE module with our functions in it, as its own registry puts them there."""
+    without_torchvisions_kernels()
+    eagle_utils = importlib.import_module(plugin._USER)
+    assert plugin.moved_hooks() == []
+    assert plugin.register()
+    importlib.import_module("sglang.srt.plugins.hook_registry").HookRegistry.apply_hooks()
+    return eagle_utils
 
 
 def drive_sglang() -> None:
     """From SGLang's draft lists through its `organize_draft_results` and `build_tree_kernel_efficient` to the greedy
     verifier, with our functions in its EAGLE module as its own registry puts them there: the results are the loop's."""
-    # torchvision's wheel wants CUDA; SGLang only imports it here
-    sys.modules["torchvision._meta_registrations"] = types.ModuleType("torchvision._meta_registrations")
-    eagle_utils = importlib.import_module(plugin._USER)
-    assert plugin.moved_hooks() == []
-    assert plugin.register()
-    importlib.import_module("sglang.srt.plugins.hook_registry").HookRegistry.apply_hooks()
+    eagle_utils = hooked_sglang()
     batch, nodes, topk, levels = 3, 12, 4, 3
     rng = torch.Generator().manual_seed(8)
     scores, tokens, parents = [], [], []

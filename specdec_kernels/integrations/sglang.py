@@ -1,4 +1,4 @@
-"""SGLang plug-in: our tree building, greedy verification and target-only sampling on SGLang's layouts.
+"""SGLang plug-in: our tree building, verification, KV compaction and eviction policy on SGLang's layouts.
 
 SGLang calls `register` at start (entry point group `sglang.srt.plugins`); the functions below take the place of those
 that its EAGLE workers call, with the same arguments, and write into the buffers that SGLang brings. Its trees are
@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdec_kernels.sampling import Sampling, verify, verify_probs
-from specdec_kernels.tree import DraftTree, SGLangTree, build_tree, from_layout, to_layout
+from specdec_kernels.integrations._hooks import Hook, missing_hooks, usable
+from specdec_kernels.integrations.sglang_cache import compact_kv_for_sglang, register_eviction_policy
+from specdec_kernels.integrations.sglang_verify import (
+    sample_chain_for_sglang,
+    sample_target_only_for_sglang,
+    verify_greedy_for_sglang,
+)
+from specdec_kernels.tree import SGLangTree, build_tree, to_layout
 
-logger = logging.getLogger("specdec_kernels")
 TESTED = ("0.5.23",)
 MASK_MODES = ("FULL_MASK", "QLEN_ONLY", "QLEN_ONLY_BITPACKING")
 _USER = "sglang.srt.speculative.eagle_utils"  # hooks go to the module that imported the functions
@@ -77,149 +81,47 @@ def build_tree_for_sglang(
         retrieve_next_sibling.copy_(made.retrive_next_sibling)
 
 
-def _tree_of(retrieve_index: Tensor, next_token: Tensor, next_sibling: Tensor) -> DraftTree:
-    """Their links as our tree, at context length 0 (positions do not matter to verification)."""
-    batch, nodes = retrieve_index.shape
-    none = torch.zeros(batch, dtype=torch.int32, device=next_token.device)
-    mask = torch.zeros(0, dtype=torch.bool, device=next_token.device)
-    links = SGLangTree(mask, mask, retrieve_index, next_token.long(), next_sibling.long(), "QLEN_ONLY")
-    return from_layout(links, context_lens=none, max_nodes=nodes)
-
-
-def _write(
-    predicts: Tensor,
-    accept_index: Tensor,
-    accept_token_num: Tensor,
-    retrieve_index: Tensor,
-    tokens: Tensor,
-    nodes: Tensor,
-    num_emitted: Tensor,
-) -> None:
-    """Our outcome in their buffers: accepted nodes by their place in the batch, each place's next token in predicts."""
-    steps = min(accept_index.shape[1], nodes.shape[1])
-    nodes, tokens = nodes[:, :steps].long(), tokens[:, :steps]
-    taken = torch.arange(steps, device=nodes.device) < num_emitted[:, None]
-    place = retrieve_index.long().gather(1, nodes.clamp(min=0))
-    accept_index.fill_(-1)
-    accept_index[:, :steps] = torch.where(taken, place, -1).to(accept_index.dtype)
-    accept_token_num.copy_(num_emitted - 1)
-    predicts[place[taken]] = tokens[taken].to(predicts.dtype)
-
-
-def verify_greedy_for_sglang(
-    predicts: Tensor,
-    accept_index: Tensor,
-    accept_token_num: Tensor,
-    candidates: Tensor,
-    retrieve_index: Tensor,
-    retrieve_next_token: Tensor,
-    retrieve_next_sibling: Tensor,
-    target_predict: Tensor,
-    topk: int = -1,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`verify_tree_greedy_func`: the longest path on which every token is the target's own choice at its parent.
-
-    The walk needs no vocabulary: to `verify`, a draft is token 1 if it is its parent's prediction, else 0, and every
-    row of the target says 1.
-    """
-    batch, nodes = candidates.shape
-    tree = _tree_of(retrieve_index, retrieve_next_token, retrieve_next_sibling)
-    counts = (tree.cu_nodes[1:] - tree.cu_nodes[:-1]).long()
-    row = torch.arange(batch, device=candidates.device).repeat_interleave(nodes)
-    slot = torch.arange(nodes, device=candidates.device).repeat(batch)
-    exists = slot < counts[row]
-    parents = torch.zeros(batch * nodes, dtype=torch.int64, device=candidates.device)
-    packed = tree.cu_nodes[row].long() + slot
-    parents[exists] = tree.parents[packed[exists]].long().clamp(min=0)
-    hit = candidates[row, slot] == target_predict[row, parents]
-    ids = torch.zeros(tree.parents.shape[0], dtype=torch.int32, device=candidates.device)
-    ids[packed[exists]] = hit[exists].int()
-    says = torch.tensor([0.0, 1.0], device=candidates.device).expand(tree.parents.shape[0], 2)
-    sampling = Sampling.of(batch, temperature=0.0, device=candidates.device)
-    found = verify(says, ids, tree, sampling, method="greedy")
-    tokens = target_predict.gather(1, found.accepted_nodes.long().clamp(min=0))
-    _write(
-        predicts, accept_index, accept_token_num, retrieve_index, tokens, found.accepted_nodes, found.num_emitted
-    )  # fmt: skip
-    return predicts, accept_index, accept_token_num
-
-
-def sample_target_only_for_sglang(
-    predicts: Tensor,
-    accept_index: Tensor,
-    accept_token_num: Tensor,
-    candidates: Tensor,
-    retrive_index: Tensor,
-    retrive_next_token: Tensor,
-    retrive_next_sibling: Tensor,
-    uniform_samples: Tensor,
-    uniform_samples_for_final_sampling: Tensor,
-    target_probs: Tensor,
-    draft_probs: Tensor | None = None,
-    threshold_single: float = 1.0,
-    threshold_acc: float = 1.0,
-    deterministic: bool = True,
-) -> None:
-    """`tree_speculative_sampling_target_only` at thresholds 1, where it is lossless: a coin a visited node against the
-    cumulative mass of its children. uniform_samples: float32 [B, N], the coin of a node decides among its children.
-    NotImplementedError for lower thresholds, which accept tokens that the target would not have drawn."""
-    if threshold_single < 1.0 or threshold_acc < 1.0:
-        raise NotImplementedError(
-            f"specdec_kernels.sglang: thresholds: expected 1 (lossless), got {threshold_single} and {threshold_acc}"
-        )
-    batch, nodes = candidates.shape
-    tree = _tree_of(retrive_index, retrive_next_token, retrive_next_sibling)
-    total = tree.parents.shape[0]
-    place = torch.arange(total, device=candidates.device)
-    b = torch.searchsorted(tree.cu_nodes[1:].contiguous(), place.int(), right=True).clamp(max=max(batch - 1, 0))
-    slot = (place - tree.cu_nodes[b]).clamp(0, nodes - 1)
-    probs = target_probs.reshape(batch, nodes, -1)[b, slot].float()
-    ids = candidates[b, slot].to(torch.int32)
-    coins = uniform_samples.reshape(batch, nodes)[b, tree.parents.long().clamp(0, nodes - 1)].float()
-    final = uniform_samples_for_final_sampling.reshape(-1)[:batch].float()
-    found = verify_probs(probs, ids, tree, coins, final, method="target_only")
-    _write(
-        predicts, accept_index, accept_token_num, retrive_index, found.output_token_ids, found.accepted_nodes,
-        found.num_emitted,
-    )  # fmt: skip
-
-
-REPLACED: dict[str, Callable[..., Any]] = {
-    "build_tree_kernel_efficient_func": build_tree_for_sglang,
-    "verify_tree_greedy_func": verify_greedy_for_sglang,
-    "tree_speculative_sampling_target_only": sample_target_only_for_sglang,
+HOOKS: dict[str, Callable[..., Any]] = {
+    f"{_USER}.build_tree_kernel_efficient_func": build_tree_for_sglang,
+    f"{_USER}.verify_tree_greedy_func": verify_greedy_for_sglang,
+    f"{_USER}.tree_speculative_sampling_target_only": sample_target_only_for_sglang,
+    f"{_USER}.chain_speculative_sampling_triton": sample_chain_for_sglang,
 }
+_CACHE_HOOK = Hook(
+    "sglang.srt.speculative.spec_utils", "move_accept_tokens_to_target_kvcache",
+    ("batch", "accept_index", "num_correct_drafts", "token_to_kv_pool_allocator"),
+)  # fmt: skip
+
+
+def _hook(path: str, ours: Callable[..., Any]) -> Hook:
+    module, name = path.rsplit(".", 1)
+    return Hook(module, name, tuple(inspect.signature(ours).parameters), may_be_none="sampling" in name)
+
+
+_NEEDED = (
+    *(_hook(path, ours) for path, ours in HOOKS.items()),
+    _CACHE_HOOK,
+    Hook("sglang.srt.mem_cache.utils", "get_eviction_strategy", ("eviction_policy", "config")),
+)
 
 
 def moved_hooks() -> list[str]:
-    """A line for every function that SGLang's EAGLE module does not have any more, or calls with other parameters."""
-    user = importlib.import_module(_USER)
-    found = []
-    for name, ours in REPLACED.items():
-        theirs = getattr(user, name, None)
-        if theirs is None:
-            if name != "tree_speculative_sampling_target_only":  # None where SGLang has no kernel: on the CPU
-                found.append(f"{_USER}.{name}: not there")
-            continue
-        own, expected = list(inspect.signature(theirs).parameters), list(inspect.signature(ours).parameters)
-        if own[: len(expected)] != expected[: len(own)]:
-            found.append(f"{_USER}.{name}: expected parameters {', '.join(expected)}, got {', '.join(own)}")
-    return found
+    """A line for every function that SGLang does not have any more, or calls with other parameters. The samplers are
+    None where SGLang has no kernel for them, as on the CPU."""
+    return missing_hooks(_NEEDED)
 
 
 def register() -> bool:
-    """Register REPLACE hooks for the three functions. Returns whether it did; never raises. On a mismatch SGLang stays
-    as it is, and one line says what moved."""
-    try:
-        version = str(importlib.import_module("sglang").__version__)
-        hooks: Any = importlib.import_module("sglang.srt.plugins.hook_registry")
-        moved = moved_hooks()
-    except Exception as error:  # SGLang goes on without us, whatever is wrong here
-        logger.warning("specdec_kernels: SGLang unchanged: %r", error)
+    """Register our functions with SGLang's plug-in registry, and our eviction policy. Returns whether it did; never
+    raises. On a mismatch SGLang stays as it is, and one line says what moved."""
+    if not usable("SGLang", "sglang", TESTED, moved_hooks):
         return False
-    if moved:
-        logger.warning("specdec_kernels: SGLang %s unchanged, tested with %s: %s", version, ", ".join(TESTED), moved[0])
-        return False
-    for name, ours in REPLACED.items():
-        hooks.HookRegistry.register(f"{_USER}.{name}", ours, hooks.HookType.REPLACE)
+    hooks: Any = importlib.import_module("sglang.srt.plugins.hook_registry")
+    for path, ours in HOOKS.items():
+        module, name = path.rsplit(".", 1)
+        # A None must not be replaced: SGLang's registry puts the new value wherever any module has the old one.
+        if getattr(importlib.import_module(module), name) is not None:
+            hooks.HookRegistry.register(path, ours, hooks.HookType.REPLACE)
+    hooks.HookRegistry.register(_CACHE_HOOK.path, compact_kv_for_sglang, hooks.HookType.AROUND)
+    register_eviction_policy()
     return True

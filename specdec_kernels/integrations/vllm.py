@@ -13,27 +13,17 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import inspect
-import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from specdec_kernels.integrations._hooks import Hook, missing_hooks, usable
 from specdec_kernels.sampling import Sampling, verify
 from specdec_kernels.tree import chain_tree
 
-logger = logging.getLogger("specdec_kernels")
 TESTED = ("0.32.0",)
 _SAMPLER = "vllm.v1.sample.rejection_sampler"
-
-
-class Hook(NamedTuple):
-    """A place in vLLM: module, dotted name in it, the parameters it must have, first to last (more may follow)."""
-
-    module: str
-    name: str
-    parameters: tuple[str, ...]
 
 
 HOOKS = (
@@ -48,33 +38,9 @@ HOOKS = (
 )  # fmt: skip
 
 
-def missing_hooks(hooks: Sequence[Hook] = HOOKS) -> list[str]:
-    """A line for every hook that is not where it was, or has other parameters; empty: all is well."""
-    found = []
-    for module, name, parameters in hooks:
-        try:
-            target: Any = importlib.import_module(module)
-            for part in name.split("."):
-                target = getattr(target, part)
-            own = tuple(inspect.signature(target).parameters)
-        except (ImportError, AttributeError, ValueError, TypeError) as error:
-            found.append(f"{module}.{name}: {type(error).__name__}: {error}")
-            continue
-        if own[: len(parameters)] != parameters:
-            found.append(f"{module}.{name}: expected parameters {', '.join(parameters)}, got {', '.join(own)}")
-    return found
-
-
 def register() -> bool:
     """Replace vLLM's rejection sampler. Returns whether it is replaced; never raises, may be called again."""
-    try:
-        version = str(importlib.import_module("vllm").__version__)
-        missing = missing_hooks()
-    except Exception as error:  # vLLM goes on without us, whatever is wrong here
-        logger.warning("specdec_kernels: vLLM unchanged: %r", error)
-        return False
-    if missing:
-        logger.warning("specdec_kernels: vLLM %s unchanged, tested with %s: %s", version, ", ".join(TESTED), missing[0])
+    if not usable("vLLM", "vllm", TESTED, lambda: missing_hooks(HOOKS)):
         return False
     sampler: Any = importlib.import_module(_SAMPLER)
     if not hasattr(sampler.RejectionSampler.forward, "replaced"):
@@ -243,7 +209,7 @@ def check_main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:
         print(f"check-vllm: {error}", file=sys.stderr)
         return 2
-    rows = {f"{hook.module}.{hook.name}": (missing_hooks([hook]) or ["there"])[0] for hook in HOOKS}
+    rows = {hook.path: (missing_hooks([hook]) or ["there"])[0] for hook in HOOKS}
     moved = any(state != "there" for state in rows.values())
     if args.json:
         print(json.dumps({"vllm": version, "tested": list(TESTED), "hooks": rows, "exit_code": int(moved)}, indent=2))
