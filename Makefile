@@ -62,12 +62,12 @@ test-vllm: build venv-vllm
 # SGLang's own tree code with our functions in it. Its server needs CUDA; these light packages import its EAGLE module.
 SGLANG := $(VENV)/sglang
 test-sglang: build $(SGLANG)/.installed
-	PYTHONPATH=$(SGLANG) $(PY) -m pytest -p no:cacheprovider tests/test_integration_sglang.py
+	PYTHONPATH=$(SGLANG) $(PY) -m pytest -p no:cacheprovider tests/test_integration_sglang.py tests/test_integration_sglang_cache.py
 $(SGLANG)/.installed:
 	$(PY) -m pip install -q --no-deps --target $(SGLANG) sglang==0.5.23 torchvision==0.28.0 orjson pyzmq psutil msgspec \
 	  apache-tvm-ffi pydantic pydantic_core annotated_types typing_inspection fastapi starlette pybase64 ipython traitlets \
 	  decorator aiohttp multidict attrs yarl propcache aiosignal frozenlist aiohappyeyeballs dill sentencepiece \
-	  compressed-tensors loguru
+	  compressed-tensors loguru openai einops httpx sniffio partial_json_parser
 	touch $@
 
 # Prometheus' own rule tester, for tests/test_monitoring.py (skipped without it): Debian's package, unpacked, not installed.
