@@ -10,6 +10,12 @@
 #include "attention/attention_simt.cuh"
 #include "common/dispatch.h"
 
+#if defined(SPECDEC_EMULATED)
+extern "C" bool specdec_attention_sm90(const specdec::AttentionParams& p, const specdec::MmaLaunch& launch, bool bf16);
+#else
+#include <dlfcn.h>
+#endif
+
 namespace specdec {
 
 static const char* const kAttentionOp = "tree_attention";
@@ -92,6 +98,24 @@ static bool aligned_rows(const AttentionParams& p, int64_t kv_size) {
   return bits % 16 == 0 && out_bits % 8 == 0;
 }
 
+// The Hopper kernel where the device is one and the library of sm_90a code lies beside this one; null elsewhere.
+static HopperLaunch hopper_launch(const Tensor& q) {
+#if defined(SPECDEC_EMULATED)
+  return emulated::hopper ? &specdec_attention_sm90 : nullptr;
+#else
+  static const HopperLaunch found = [] {
+    Dl_info self;
+    if (!dladdr(reinterpret_cast<const void*>(&hopper_launch), &self)) return HopperLaunch{nullptr};
+    std::string path = self.dli_fname;
+    const size_t at = path.rfind("_cuda.");
+    if (at == std::string::npos) return HopperLaunch{nullptr};
+    void* library = dlopen(path.replace(at, 6, "_cuda_sm90.").c_str(), RTLD_NOW | RTLD_LOCAL);
+    return library ? reinterpret_cast<HopperLaunch>(dlsym(library, "specdec_attention_sm90")) : HopperLaunch{nullptr};
+  }();
+  return found && is_hopper(q) ? found : nullptr;
+#endif
+}
+
 template <class T>
 static bool launch_mma(const AttentionParams& p, const MmaLaunch& launch, bool float8) {
   if constexpr (std::is_same_v<T, BFloat16>)
@@ -116,7 +140,9 @@ static void run(AttentionParams& p, ScalarType kv_dtype, int64_t max_nodes, cons
       p.e5m2 = kv_dtype == ScalarType::Float8_e5m2;
       if (workspace) lay_out_workspace(p, *workspace, rows);
       const int64_t blocks = schedule(p, plan, num_splits, rows, machine, stream);
-      launch_mma<T>(p, {rows, blocks, machine, stream}, float8);
+      const HopperLaunch hopper = rows == 128 && !float8 ? hopper_launch(q) : nullptr;
+      if (!hopper || !hopper(p, {rows, blocks, machine, stream}, std::is_same_v<T, BFloat16>))
+        launch_mma<T>(p, {rows, blocks, machine, stream}, float8);
       return;
     }
   }

@@ -57,18 +57,18 @@ __device__ __forceinline__ bool sees_position(const TileInfo<Tile>& info, int po
 }
 
 // Keys without a page are hidden from all rows. `fresh`: the tile is not masked otherwise, so its words say nothing
-// yet. Whole block, and rare: a page table with holes.
-template <class Tile>
+// yet. Whole team, and rare: a page table with holes.
+template <class Tile, class Team>
 __device__ __forceinline__ void hide_missing(TileInfo<Tile>& info, uint64_t shown, bool fresh) {
   constexpr int kBits = Tile::kMaskUnit / 4;
 #pragma unroll 1
-  for (int c = threadIdx.x; c < Tile::kMaskWords; c += kMmaThreads) {
+  for (int c = Team::thread(); c < Tile::kMaskWords; c += Team::kThreads) {
     const int unit = c / Tile::kRowTiles % Tile::kMaskUnits, t = c / (Tile::kRowTiles * Tile::kMaskUnits) % 4;
     const uint32_t bits = static_cast<uint32_t>(shown >> (16 * t + unit * kBits)) & ((1u << kBits) - 1);
     const auto word = static_cast<typename Tile::MaskWord>(mask_word_of(bits | bits << kBits));
     info.visible[c] = fresh ? word : info.visible[c] & word;
   }
-  __syncthreads();
+  Team::sync();
 }
 
 // Step 1 for this warp's rows and positions [first, first + count).

@@ -27,4 +27,7 @@ bool launch_mma_bfloat16_float8(const AttentionParams& p, const MmaLaunch& launc
 bool launch_mma_float16(const AttentionParams& p, const MmaLaunch& launch);
 bool launch_mma_float16_float8(const AttentionParams& p, const MmaLaunch& launch);
 
+// Launches the Hopper kernel (attention_sm90.cu); false where it has none for p's head dims.
+using HopperLaunch = bool (*)(const AttentionParams& p, const MmaLaunch& launch, bool bfloat16);
+
 }  // namespace specdec

@@ -25,7 +25,7 @@ template <class Tile>
 class TileLoader {
  public:
   using KV = typename Tile::KV;
-  using Info = TileInfo<Tile>;
+  using Info = typename Tile::Info;
 
   __device__ __forceinline__ TileLoader(const AttentionParams& p, const Item& item, unsigned char* ring, Info* info)
       : p_(p), item_(item), ring_(ring), info_(info) {
@@ -42,7 +42,7 @@ class TileLoader {
   __device__ __forceinline__ Info& info(int slot) const { return info_[slot]; }
   __device__ __forceinline__ const unsigned char* keys(int stage) const { return ring_ + stage * Tile::kStage; }
   __device__ __forceinline__ const unsigned char* values(int stage) const {
-    return ring_ + stage * Tile::kStage + kTileKeys * Tile::kKRow;
+    return ring_ + stage * Tile::kStage + Tile::kValues;
   }
 
   __device__ __forceinline__ void ask(int32_t tile) {
@@ -119,11 +119,11 @@ class TileLoader {
       for (int w = 0; w < kMmaWarps; w++)
         needed |= static_cast<uint64_t>(here.needed[2 * w + 1]) << 32 | here.needed[2 * w];
     }
-    unsigned char *k = ring_ + stage * Tile::kStage, *v = k + kTileKeys * Tile::kKRow;
-    copy_rows<kMasked, Tile::D, Tile::kKRow>(k, k_head_, here.k_row, needed);
-    copy_rows<kMasked, Tile::DV, Tile::kVRow>(v, v_head_, here.v_row, needed);
+    unsigned char* target = ring_ + stage * Tile::kStage;
+    copy_rows<kMasked, Tile::D, false>(target, k_head_, here.k_row, needed);
+    copy_rows<kMasked, Tile::DV, true>(target, v_head_, here.v_row, needed);
   }
-  template <bool kMasked, int kDim, int kRow>
+  template <bool kMasked, int kDim, bool kValues>
   __device__ __forceinline__ void copy_rows(unsigned char* target, const KV* head, const int64_t (&rows)[kTileKeys],
                                             uint64_t needed) {
     constexpr int kChunks = kDim * Tile::kSize / 16, kCopies = kTileKeys * kChunks, kStep = kMmaThreads / kChunks;
@@ -142,7 +142,7 @@ class TileLoader {
       const int64_t offset = rows[at];
       const bool valid = offset >= 0 && (!kMasked || (needed >> key_at(at) & 1));
       const char* source = reinterpret_cast<const char*>(head) + chunk * 16 + (valid ? offset : 0);
-      ptx::cp_async_16(target + at * kRow + chunk * 16, source, valid);
+      ptx::cp_async_16(target + (kValues ? Tile::value_byte(at, chunk) : Tile::key_byte(at, chunk)), source, valid);
     }
   }
 

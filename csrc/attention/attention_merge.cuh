@@ -1,12 +1,17 @@
 // The end of an item: warps merge (S, M), rows are scaled and stored, or the part goes to the workspace and the block
 // that takes the item's last ticket merges all parts in their order, so that the sum does not depend on who came last.
 #pragma once
-#include "attention/attention_tile.cuh"
-#include "attention/plan.h"
+#include "attention/attention_walk.cuh"
 #include "common/planted.h"
-#include "common/reduce.cuh"
 
 namespace specdec {
+
+// Static shared memory of the end of an item.
+template <class Tile>
+struct MergeState {
+  int32_t ticket[1];
+  float tops[Tile::kSplitKeys ? kMmaWarps * Tile::kRows : 1], sums[Tile::kSplitKeys ? kMmaWarps * Tile::kRows : 1];
+};
 
 // Where a finished value goes: to the output, or to this part's slot of the workspace.
 struct Destination {
@@ -138,13 +143,14 @@ __device__ __forceinline__ void finish_rows(const AttentionParams& p, const Warp
 
 // Takes this part's ticket; true for the block that has the item's last one. The atomic releases what the block wrote
 // and acquires what the others did; the counter is left as it was found.
+template <class Team>
 __device__ __forceinline__ bool last_part(int32_t* counter, int64_t parts, int32_t* ticket) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
+  Team::sync();
+  if (Team::thread() == 0) {
     ticket[0] = planted(Bug::ticket_without_fence) ? atomicAdd(counter, 1) : ptx::atomic_add_acq_rel(counter, 1);
     if (ticket[0] == parts - 1 && !planted(Bug::counter_not_reset)) *counter = 0;  // for the next launch
   }
-  __syncthreads();
+  Team::sync();
   return ticket[0] == parts - 1;
 }
 
@@ -153,15 +159,16 @@ __device__ __forceinline__ bool last_part(int32_t* counter, int64_t parts, int32
 template <class Tile, class SlotOf>
 __device__ __forceinline__ void merge_parts(const AttentionParams& p, const Destination& to, int32_t parts,
                                             SlotOf slot_of) {
+  using Team = typename Tile::Team;
   constexpr int kRows = Tile::kRows, DV = Tile::DV, kQuads = DV / 4, kTogether = 4;
-  for (int base = threadIdx.x; base < kRows * kQuads; base += kTogether * kMmaThreads) {
+  for (int base = Team::thread(); base < kRows * kQuads; base += kTogether * Team::kThreads) {
     float common[kTogether], total[kTogether] = {};
     float4 value[kTogether] = {};
     int row[kTogether];
     bool live[kTogether];
 #pragma unroll
     for (int j = 0; j < kTogether; j++) {
-      const int c = base + j * kMmaThreads;
+      const int c = base + j * Team::kThreads;
       row[j] = c / kQuads;
       live[j] = c < kRows * kQuads && to.row0 + row[j] < to.rows;
       common[j] = -INFINITY;
@@ -181,7 +188,7 @@ __device__ __forceinline__ void merge_parts(const AttentionParams& p, const Dest
         if (!live[j]) continue;
         const float top = slot[kRows * DV + row[j]];
         const float factor = top == -INFINITY ? 0.0f : ptx::ex2(top - common[j]);
-        const float4 one = *reinterpret_cast<const float4*>(slot + 4 * (base + j * kMmaThreads));
+        const float4 one = *reinterpret_cast<const float4*>(slot + 4 * (base + j * Team::kThreads));
         total[j] += slot[kRows * DV + kRows + row[j]] * factor;
         value[j].x += one.x * factor;
         value[j].y += one.y * factor;
@@ -194,7 +201,7 @@ __device__ __forceinline__ void merge_parts(const AttentionParams& p, const Dest
       if (!live[j]) continue;
       int32_t q_head;
       int64_t node;
-      const int column = 4 * ((base + j * kMmaThreads) % kQuads);
+      const int column = 4 * ((base + j * Team::kThreads) % kQuads);
       typename Tile::T* out = output_row<Tile>(p, to, row[j], q_head, node);
       const RowEnd end = finish_row(p, common[j], total[j], q_head);
       uint2 packed;
@@ -204,18 +211,39 @@ __device__ __forceinline__ void merge_parts(const AttentionParams& p, const Dest
       if (column == 0 && p.lse) p.lse[node * p.lse_stride_n + q_head] = end.lse;
     }
   }
-  __syncthreads();
+  Team::sync();
   for (int32_t i = 0; i < parts; i++)  // the workspace is left as it was found
-    for (int c = threadIdx.x; c < Tile::kSlot / 4; c += kMmaThreads)
+    for (int c = Team::thread(); c < Tile::kSlot / 4; c += Team::kThreads)
       reinterpret_cast<float4*>(slot_of(i))[c] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 }
 
+// Stores the item's rows, or leaves this part in the workspace and merges if it came last.
+template <class Tile>
+__device__ __forceinline__ void finish_item(const AttentionParams& p, const WarpState<Tile>& state, float* merge,
+                                            const WalkState& walk, MergeState<Tile>& scratch) {
+  using Team = typename Tile::Team;
+  const int lane = Team::thread() % 32, warp = Team::thread() / 32;
+  const Item& item = walk.item;
+  const ItemParts cut = walk.cut;
+  auto slot_of = [&](int32_t i) { return p.slots + (2 * (int64_t{cut.first_worker} + i) + (i == 0)) * Tile::kSlot; };
+  Destination to = {cut.parts > 1 ? slot_of(walk.part) : nullptr, item.request.first_row, item.head, item.row0,
+                    item.rows};
+  if constexpr (Tile::kSplitKeys)
+    finish_split_keys<Tile>(p, state, merge, scratch.tops, scratch.sums, to, warp, lane);
+  else
+    finish_rows<Tile>(p, state, to, warp, lane);
+  if (cut.parts == 1 || !last_part<Team>(p.tickets + cut.first_worker, cut.parts, scratch.ticket)) return;
+  to.slot = nullptr;
+  merge_parts<Tile>(p, to, cut.parts, slot_of);
+}
+
 // After a block's last item: the block that is last of all clears the plan that the call made for itself.
+template <class Team>
 __device__ __forceinline__ void clear_own_plan(const AttentionParams& p, int32_t* ticket) {
   if (!p.own_plan) return;
-  if (!last_part(p.tickets + p.slot_pairs, gridDim.x, ticket)) return;
+  if (!last_part<Team>(p.tickets + p.slot_pairs, gridDim.x, ticket)) return;
   const int32_t fields = kPlanHeader + 2 * p.num_order + 1;
-  for (int32_t c = threadIdx.x; c < fields; c += kMmaThreads) p.own_plan[c] = 0;
+  for (int32_t c = Team::thread(); c < fields; c += Team::kThreads) p.own_plan[c] = 0;
 }
 
 }  // namespace specdec

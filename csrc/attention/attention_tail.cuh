@@ -6,10 +6,10 @@
 namespace specdec {
 
 // Rows behind the last request hold no query: 0 and -inf, so that no garbage reaches what follows. One block of at most
-// 128 threads.
+// 384 threads.
 template <class T>
 __device__ __forceinline__ void clear_tail(const AttentionParams& p) {
-  SPECDEC_SHARED(int64_t, scratch, 4);
+  SPECDEC_SHARED(int64_t, scratch, 12);
   if (p.num_requests > 0) {  // mostly: no such rows
     const AttentionRequest last = attention_request(p, p.num_requests - 1);
     if (last.first_row + last.num_nodes == p.num_rows) return;

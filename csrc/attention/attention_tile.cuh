@@ -30,6 +30,13 @@ SPECDEC_HD constexpr int position_of(int key) {
   return (key >> 1 & 7) * 8 + (key >> 4) * 2 + (key & 1);
 }
 
+// The threads that do an item's arithmetic and bookkeeping together: here the whole block.
+struct WholeBlock {
+  static constexpr int kThreads = kMmaThreads;
+  __device__ __forceinline__ static int thread() { return threadIdx.x; }
+  __device__ __forceinline__ static void sync() { __syncthreads(); }
+};
+
 // Either float8 format; which one is a run-time flag, since only the widening of a fragment differs.
 struct Float8 {
   uint8_t bits;
@@ -42,6 +49,8 @@ template <class T_, class KV_, int D_, int DV_, int kRows_>
 struct MmaTile {
   using T = T_;
   using KV = KV_;
+  using Team = WholeBlock;
+  using Info = TileInfo<MmaTile>;
   static constexpr int D = D_, DV = DV_, kRows = kRows_;
   static constexpr bool kFloat8 = sizeof(KV) == 1, kSplitKeys = kRows <= 32;
   static constexpr int kRowTiles = kSplitKeys ? kRows / 16 : kRows / 64;  // of 16 rows, a warp
@@ -56,6 +65,10 @@ struct MmaTile {
   static constexpr int kSize = sizeof(KV);
   static constexpr int kQRow = padded(2 * D), kKRow = padded(kSize * D), kVRow = padded(kSize * DV);
   static constexpr int kStage = kTileKeys * (kKRow + kVRow);
+  // Byte of a stage that 16-byte chunk `chunk` of a row of K, or of V, lies at.
+  static constexpr int kValues = kTileKeys * kKRow;
+  SPECDEC_HD static constexpr int key_byte(int row, int chunk) { return row * kKRow + chunk * 16; }
+  SPECDEC_HD static constexpr int value_byte(int row, int chunk) { return kValues + row * kVRow + chunk * 16; }
   static constexpr int kMergeRow = DV + 8;  // floats: float2 stores without bank conflicts
   static constexpr int kMerge = kSplitKeys ? kMmaWarps * kRows * kMergeRow * 4 : 0;
   static constexpr int kMaskUnit = kStepKeys == 16 ? 16 : 32, kMaskUnits = kTileKeys / kMaskUnit;
@@ -92,6 +105,11 @@ struct alignas(16) TileInfo {
   uint32_t needed[2 * kMmaWarps];  // masked tiles: keys that some row of a warp's share sees
   uint32_t paged[2];               // keys that have a page
 };
+
+template <class Tile>
+__device__ __forceinline__ uint64_t shown_keys(const TileInfo<Tile>& info) {
+  return static_cast<uint64_t>(info.paged[1]) << 32 | info.paged[0];
+}
 
 // The running state of a row tile in one warp's registers.
 template <class Tile>

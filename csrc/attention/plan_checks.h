@@ -39,9 +39,9 @@ inline int choose_tile_rows(int64_t head_dim, int64_t most_rows, bool batch_inva
   return best;
 }
 
-// Shared memory of a block beside what a launch asks for: the system's part, and static arrays (BlockState).
+// Shared memory of a block beside what a launch asks for: the system's part, and static arrays (WalkState, MergeState).
 constexpr int64_t reserved_shared(int64_t tile_rows) {
-  return 1024 + 256 + (tile_rows <= 32 ? 32 * tile_rows : 0);
+  return 1024 + 384 + (tile_rows <= 32 ? 32 * tile_rows : 0);
 }
 
 // Workers of a plan when the caller names no number: as many blocks as stay on the machine at once, for 16-bit caches

@@ -101,6 +101,11 @@ inline int64_t shared_memory_of_block(const Tensor& tensor) {
 inline int64_t shared_memory_of_multiprocessor(const Tensor& tensor) {
   return device_attribute(tensor, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
 }
+// Whether sm_90a code runs here.
+inline bool is_hopper(const Tensor& tensor) {
+  return device_attribute(tensor, cudaDevAttrComputeCapabilityMajor) == 9 &&
+         device_attribute(tensor, cudaDevAttrComputeCapabilityMinor) == 0;
+}
 }  // namespace specdec
 #define SPECDEC_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__)

@@ -30,6 +30,7 @@ class Config:
     resident_blocks: int = 1
     preempt: int = 0
     checks: bool = True
+    hopper: bool = False  # whether ops take their kernels for sm_90a
 
 
 class Library:
@@ -41,6 +42,7 @@ class Library:
         self._c.emulated_error.restype = ctypes.c_char_p
         self._c.emulated_error_count.restype = ctypes.c_size_t
         self._c.emulated_launch_count.restype = ctypes.c_uint64
+        self._c.emulated_last_kernel.restype = ctypes.c_char_p
         self.config = Config()
         self.namespace = ""  # of the torch ops it carries
 
@@ -63,6 +65,7 @@ class Library:
             SCHEDULES.index(c.schedule), LANDINGS.index(c.landing), PATHS.index(c.path), ctypes.c_uint64(c.seed),
             ctypes.c_uint32(c.resident_blocks), ctypes.c_uint32(c.preempt), int(c.checks),
         )  # fmt: skip
+        self._c.emulated_hopper(int(c.hopper))
 
     @contextlib.contextmanager
     def tensors(self, named: Sequence[tuple[str, torch.Tensor, bool]]) -> Iterator[None]:

@@ -15,6 +15,8 @@
 
 namespace emulated {
 
+extern bool hopper;  // host code: the device is an sm_90; set by emulated_hopper
+
 // A source position: of the CUDA source on path A, of a PTX statement ("file:line < file:line", line 0) on path B.
 struct At {
   const char* file;

@@ -13,6 +13,7 @@ namespace emulated {
 Config config;
 Grid grid{};
 int planted_bug = 0;
+bool hopper = false;
 static uint64_t launches = 0;
 
 // Memory goes back without ASan's marks, or whoever gets these addresses next is accused.
@@ -201,6 +202,12 @@ void emulated_configure(int schedule, int landing, int path, uint64_t seed, uint
 }
 void emulated_plant(int bug) {
   emulated::planted_bug = bug;
+}
+void emulated_hopper(int on) {
+  emulated::hopper = on != 0;
+}
+const char* emulated_last_kernel() {
+  return emulated::grid.name.c_str();
 }
 uint64_t emulated_launch_count() {
   return emulated::launches;

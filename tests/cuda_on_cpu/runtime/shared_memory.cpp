@@ -76,10 +76,13 @@ void land_copies_until(Thread* thread, uint64_t count, bool by_engine) {
     AsyncCopy& copy = thread->copies[thread->landed++];
     if (!copy.landed) land(copy);
     if (!grid.checks) continue;
-    if (by_engine)
+    const bool promised = thread->forgotten + thread->landed <= thread->promised;
+    if (by_engine || promised)
       engine_wrote(thread->owner, copy.destination, copy.bytes, false);
     else
       copies_landed(thread, copy);
+    if (!by_engine && promised)  // the thread waits for what an mbarrier was promised as well: both know of it
+      thread->owner->clock_of(thread->linear)[thread->owner->num_clocks() - 1] = thread->owner->engine_clock;
   }
   if (thread->landed == thread->copies.size()) {
     thread->forgotten += thread->landed;
