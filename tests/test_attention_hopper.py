@@ -6,11 +6,13 @@ tests/test_attention*.py; these are the checks of them that go through row tiles
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from benchmarks import static_report
 from tests import cuda_on_cpu
 from tests import test_attention as against_float64
 from tests import test_attention_contract as contract
@@ -26,12 +28,7 @@ LONG = pytest.mark.long
 pytestmark = pytest.mark.skipif(cuda_on_cpu.missing("ptx") is not None, reason="no g++ or no CUDA toolkit")
 
 
-@pytest.fixture(params=["emulated", "ptx"])
-def hopper(request) -> Backend:
-    return Backend(request.param, "cpu", request.param)
-
-
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def library() -> Iterator[Library]:
     """The suite's library as on a Hopper; the test's last launch must be of the kernel in question."""
     loaded = cuda_on_cpu.suite_library()
@@ -40,12 +37,52 @@ def library() -> Iterator[Library]:
     assert b"hopper_kernel" in loaded.emulated_last_kernel(), "the Hopper kernel did not run"
 
 
+@pytest.fixture(params=["emulated", "ptx"])
+def hopper(request, library: Library) -> Backend:
+    return Backend(request.param, "cpu", request.param)
+
+
 @pytest.mark.parametrize("nodes", [33, 64, pytest.param(65, marks=LONG), pytest.param(100, marks=LONG)])
 def test_probe(hopper, nodes):
     """Two and four heads a KV head; row tiles that are full, half empty and almost empty."""
     rng = rng_of("hopper probe", nodes)
     trees = [bernoulli(nodes, rng, diagonal=False, empty_rows=True), chain(5), bernoulli(9, rng)]
     mask.probe(build(trees, [130, 64, 0], rng, dtype=BF16, heads=(4, 1), page_size=16), hopper)
+
+
+def last_kernel(rows: int, **options: object) -> bytes:
+    """What a call of so many packed rows (two heads a KV head) launches on a Hopper."""
+    loaded = cuda_on_cpu.suite_library()
+    problem = build([chain(rows // 2)], [70], rng_of("hopper choice"),
+                    **{"dtype": BF16, "heads": (2, 1), "max_nodes": rows // 2, **options})  # fmt: skip
+    with loaded.configured(hopper=True):
+        problem.run(Backend("emulated", "cpu", "emulated"))
+    return loaded.emulated_last_kernel()
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "taken"),
+    [
+        (64, {}, False), (66, {}, True), (66, {"page_size": 5}, True), (256, {"page_size": 64}, True), (300, {}, True),
+        (66, {"dtype": torch.float32}, False), (66, {"kv_dtype": torch.float8_e4m3fn}, False),
+        (66, {"dims": (80, 80)}, False),
+    ],
+)  # fmt: skip
+def test_which_calls_take_it(rows, options, taken):
+    """From 65 packed rows on, any page size, 16-bit caches, head dims 64 and 128 (128 is not compiled here)."""
+    assert (b"hopper_kernel" in last_kernel(rows, **options)) == taken
+
+
+def test_built_library_has_it():
+    """The sm_90a library beside the one that looks for it by name: four kernels and the function that launches them."""
+    found = sorted((cuda_on_cpu.build.ROOT / "specdec_kernels").glob("_cuda_sm90.*so"))
+    if not found or static_report.tools() is None:
+        pytest.skip("no CUDA library built, or no cuobjdump")
+    assert ctypes.CDLL(str(found[0])).specdec_attention_sm90
+    names = {kernel.name for kernel in static_report.read_cubin(found[0], "90a")}
+    kinds = ("BFloat16, 64", "BFloat16, 128", "Half, 64", "Half, 128")
+    few = {"tree_attention_hopper_kernel<BFloat16, 64>"}  # CI
+    assert names in (few, {f"tree_attention_hopper_kernel<{kind}>" for kind in kinds})
 
 
 @pytest.mark.parametrize("workers", [3, pytest.param(40, marks=LONG)])

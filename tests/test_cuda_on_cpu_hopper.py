@@ -112,3 +112,42 @@ def test_accumulators_hold_nothing_before_the_wait(library: Library):
     with pytest.raises(EmulationError):
         run(library, fault="unwaited", out=out)
     assert out.isnan().all()
+
+
+PROMISES = ("kept", "own_wait", "met", "early_read", "neighbour", "other_barrier", "other_phase", "greedy")
+
+
+def run_promises(library: Library, way: str, **config: object) -> None:
+    """Copies promised to mbarriers (kernels/hopper.cu says who waits for what); checks what the readers have stored."""
+    source = torch.arange(2 * 128 * 4, dtype=torch.int32)
+    out = torch.full((3, *source.shape), -1, dtype=torch.int32)
+    with library.configured(**config), library.tensors([("source", source, False), ("out", out, True)]):
+        library.run_promises(*(ctypes.c_void_p(t.data_ptr()) for t in (source, out)), PROMISES.index(way))
+    for group in range(1 if way == "kept" else 0, 3):
+        assert torch.equal(out[group], source), group
+
+
+@pytest.mark.parametrize("path", ["source", "ptx"])
+@pytest.mark.parametrize("way", ["kept", "own_wait", "met"])
+def test_a_promised_copy_may_be_waited_for_twice(library: Library, way: str, path: str):
+    """By those the mbarrier tells, and by the thread that made it, for itself and for whom it meets later."""
+    for schedule, landing, seed in itertools.product(("random", "priority"), ("early", "late", "random"), range(3)):
+        run_promises(library, way, path=path, schedule=schedule, landing=landing, seed=seed, preempt=5)
+
+
+@pytest.mark.parametrize("path", ["source", "ptx"])
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [
+        ("early_read", r"read of a cp\.async destination before its wait"),
+        ("neighbour", r"read-after-write race on shared|before its wait"),
+        ("other_barrier", r"read-after-write race on shared|before its wait"),
+        ("other_phase", r"read-after-write race on shared|before its wait|uninitialised shared|deadlock"),
+        ("greedy", r"deadlock: no thread can run; .* waits at .*hopper\.cu(h)?:\d+"),
+    ],
+)
+def test_a_broken_promise_is_reported(library: Library, way: str, says: str, path: str):
+    """Whatever the schedule: also where the copies have landed long ago, because somebody else has waited for them."""
+    for schedule, landing, seed in itertools.product(("random", "sequential"), ("early", "late"), range(2)):
+        with pytest.raises(EmulationError, match=says):
+            run_promises(library, way, path=path, schedule=schedule, landing=landing, seed=seed, preempt=5)

@@ -20,11 +20,13 @@
 #include "attention/attention_merge.cuh"
 #include "attention/attention_tail.cuh"
 #include "common/hopper.cuh"
+#include "common/planted.h"
 
 namespace specdec {
 
 constexpr int kHopperThreads = 384, kHopperStages = 6, kPanel = kTileKeys * 128;
-constexpr int kProducerRegisters = 80, kConsumerRegisters = 216;
+constexpr int kProducerRegisters = 72, kConsumerRegisters = 216;  // as many as the block is launched with, or it hangs
+static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 65536 / kHopperThreads / 8 * 8 * kHopperThreads);
 
 struct Producers {  // threads 0..127
   static constexpr int kThreads = 128;
@@ -103,7 +105,7 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const Item& it
   TileLoader<Tile> loader(p, item, ring, infos);
   loader.ask(item.begin);
   for (int32_t tile = item.begin; tile < item.end; tile++) {
-    ptx::mbarrier_wait(&pipe.empty[pipe.stage], pipe.parity ^ 1);
+    if (!planted(Bug::refill_too_early)) ptx::mbarrier_wait(&pipe.empty[pipe.stage], pipe.parity ^ 1);
     __syncwarp();
     loader.look_up(tile, pipe.stage);
     loader.ask(tile + 1);
@@ -227,8 +229,9 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Item& it
 
   if (item.begin >= item.end) return;
   auto wait_for_tile = [&] {
-    ptx::mbarrier_wait(&pipe.full[pipe.stage], pipe.parity);
-    ptx::fence_async_proxy();
+    const uint32_t parity = planted(Bug::wrong_parity) ? pipe.parity ^ 1 : pipe.parity;
+    if (!planted(Bug::missing_mbarrier_wait)) ptx::mbarrier_wait(&pipe.full[pipe.stage], parity);
+    if (!planted(Bug::no_proxy_fence)) ptx::fence_async_proxy();
   };
   float s[1][Tile::kFragments][4];
   wait_for_tile();
@@ -261,9 +264,10 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Item& it
     // this one, which costs a product an item and keeps wgmma out of branches, where ptxas would serialise it.
     issue_scores<Tile>(s, state, ring + (last ? stage : pipe.stage) * Tile::kStage);
     issue_outputs<Tile>(state, weights, ring + stage * Tile::kStage);
+    if (planted(Bug::release_before_wait) && lane == 0) ptx::mbarrier_arrive(&pipe.empty[stage]);
     ptx::wgmma_wait<0>();
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(&pipe.empty[stage]);
+    if (!planted(Bug::release_before_wait) && lane == 0) ptx::mbarrier_arrive(&pipe.empty[stage]);
     if (last) return;
   }
 }

@@ -42,6 +42,11 @@ enum class Bug : int {
   mask_word_off_by_one = 20,
   mask_bit_order = 21,  // most significant bit first
   window_by_slot = 22,  // a window counts slots where it has to count depth
+  // Of the Hopper kernel; 11 as well:
+  missing_mbarrier_wait = 23,
+  wrong_parity = 24,         // a wait that names the phase before
+  release_before_wait = 25,  // a stage is given back while products still read it
+  no_proxy_fence = 26,       // products of tiles that ordinary copies wrote, unfenced
 };
 
 #if defined(SPECDEC_PLANTED_AT_RUN_TIME)

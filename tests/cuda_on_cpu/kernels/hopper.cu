@@ -153,7 +153,58 @@ void launch_hopper(const HopperParams& p, bool transposed, bool registers) {
     registers ? go(hopper_kernel<T, kColumns, false, true>) : go(hopper_kernel<T, kColumns, false, false>);
 }
 
+// cp.async copies promised to mbarriers: warpgroup 0 copies two tiles of 16 bytes a thread, the others read them.
+//
+//   kept           warpgroups 1, 2 wait for full[0], full[1] and read            fine
+//   own_wait       ... and each thread of warpgroup 0 waits and reads its own    fine
+//   met            ... then meets the others and reads a neighbour's             fine
+//   early_read     reads its own before its wait
+//   neighbour      reads a neighbour's after its own wait alone
+//   other_barrier  warpgroup 1 takes full[0] for the second tile as well
+//   other_phase    warpgroup 1 names a phase of full[1] that counts as complete
+//   greedy         warpgroups take more registers than the block has
+enum class Promise : int { kept, own_wait, met, early_read, neighbour, other_barrier, other_phase, greedy };
+
+__global__ void __launch_bounds__(384) promise_kernel(const int4* source, int4* out, Promise way) {
+  SPECDEC_SHARED(int4, tiles, 2 * 128);
+  SPECDEC_SHARED(uint64_t, full, 2);
+  const int group = threadIdx.x / 128, i = threadIdx.x % 128;
+  if (threadIdx.x == 0)
+    for (int t = 0; t < 2; t++) ptx::mbarrier_init(&full[t], 128);
+  __syncthreads();
+  if (group == 0) {
+    if (way == Promise::greedy)
+      ptx::give_registers<80>();
+    else
+      ptx::give_registers<72>();
+    for (int t = 0; t < 2; t++) {
+      ptx::cp_async_16(&tiles[t * 128 + i], source + t * 128 + i, true);
+      ptx::mbarrier_arrive_after_copies(&full[t]);
+    }
+    if (way == Promise::kept || way >= Promise::other_barrier) return;
+    ptx::cp_async_commit();
+    if (way != Promise::early_read) ptx::cp_async_wait<0>();
+    if (way == Promise::met) ptx::named_barrier_sync(1, 128);
+    const int whose = way == Promise::met || way == Promise::neighbour ? (i + 32) % 128 : i;
+    for (int t = 0; t < 2; t++) out[t * 128 + whose] = tiles[t * 128 + whose];
+    if (way == Promise::early_read) ptx::cp_async_wait<0>();
+    return;
+  }
+  ptx::take_registers<216>();
+  for (int t = 0; t < 2; t++) {
+    if (group == 1 && way == Promise::other_barrier)
+      ptx::mbarrier_wait(&full[0], 0);
+    else
+      ptx::mbarrier_wait(&full[t], group == 1 && way == Promise::other_phase && t == 1);
+    out[(2 * group + t) * 128 + i] = tiles[t * 128 + i];
+  }
+}
+
 }  // namespace specdec
+
+extern "C" __attribute__((visibility("default"))) void run_promises(const int4* source, int4* out, int way) {
+  SPECDEC_LAUNCH(specdec::promise_kernel, dim3(1), dim3(384), 0, 0, source, out, static_cast<specdec::Promise>(way));
+}
 
 extern "C" __attribute__((visibility("default"))) void run_hopper(const uint16_t* a, const uint16_t* b, float* out,
                                                                   int tiles, int columns, int bf16, int transposed,

@@ -110,8 +110,9 @@ void shared_access(Thread* thread, size_t offset, size_t bytes, bool write, bool
   }
 }
 
-// A copy has landed: from now on its bytes count as written by the copy engine, at a new tick of the engine's clock.
-void engine_wrote(Block* block, const char* destination, size_t bytes, bool async_proxy) {
+// A bulk copy has landed: from now on its bytes count as written by the copy engine, at a new tick of the engine's
+// clock.
+void engine_wrote(Block* block, const char* destination, size_t bytes) {
   size_t offset = static_cast<size_t>(destination - block->arena);
   block->engine_clock++;
   for (size_t i = offset; i < offset + bytes; i++) {
@@ -119,7 +120,7 @@ void engine_wrote(Block* block, const char* destination, size_t bytes, bool asyn
     cell.in_flight = false;
     cell.write.clock = block->engine_clock;
     cell.write.thread = kCopyEngine;
-    cell.write.async_proxy = async_proxy;
+    cell.write.async_proxy = true;
   }
 }
 
@@ -151,7 +152,8 @@ void operand_read_ends(Thread* thread, size_t offset, const void* where) {
     record_access(shared_cell(thread->owner, i), thread, false, false, where, false, "shared", i, "");
 }
 
-// The copy's bytes count as written by the issuing thread at its wait.
+// The copy's bytes count as written by the issuing thread, at its wait, or when it promised them to an mbarrier: then
+// all who wait there know of them, and those whom the issuer tells later in another way.
 void copies_landed(Thread* thread, const AsyncCopy& copy) {
   Block* block = thread->owner;
   size_t offset = static_cast<size_t>(copy.destination - block->arena);
@@ -159,7 +161,7 @@ void copies_landed(Thread* thread, const AsyncCopy& copy) {
     Cell& cell = shared_cell(block, i);
     if (!cell.in_flight || cell.write.thread != thread->linear) continue;
     cell.in_flight = false;
-    cell.write.clock = block->clock_of(thread->linear)[thread->linear];
+    cell.write.clock = copy.promised ? copy.promised : block->clock_of(thread->linear)[thread->linear];
   }
 }
 

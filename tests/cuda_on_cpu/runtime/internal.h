@@ -40,6 +40,7 @@ struct AsyncCopy {
   const char* source;
   uint16_t bytes, source_bytes;
   bool landed;
+  uint32_t promised;  // the issuer's clock when it promised the copy to an mbarrier; 0: it did not
 };
 
 // A vector clock by block: for each block it has heard of, the clock of every thread of that block. Shared and never
@@ -80,6 +81,7 @@ struct Warp {
   // wgmma: issued and not yet committed, then one list a committed group
   std::vector<std::shared_ptr<WgmmaOp>> issued;
   std::vector<std::vector<std::shared_ptr<WgmmaOp>>> committed;
+  int registers = 0;  // of a thread, once setmaxnreg has said so
 };
 
 struct Barrier {
@@ -139,6 +141,8 @@ struct Block {
   std::vector<std::shared_ptr<WgmmaOp>> wgmma_ops[8];     // of each warpgroup, not yet retired by all its warps
   std::vector<uint32_t> proxy_fenced;                     // by clock: writes up to here are visible to wgmma
   uint32_t engine_clock = 0;
+  int spare_registers = 0;  // given back by warps, in registers a thread
+  std::vector<Thread*> want_registers;
 
   uint32_t num_clocks() const { return num_threads + 1; }  // the last one is the copy engine's
   uint32_t* clock_of(uint32_t thread) { return &clocks[size_t(thread) * num_clocks()]; }
@@ -212,11 +216,11 @@ void shared_access(Thread* thread, size_t offset, size_t bytes, bool write, bool
 void global_access(Thread* thread, const void* address, size_t bytes, bool write, bool atomic, const void* where,
                    bool same_value);
 void copies_landed(Thread* thread, const AsyncCopy& copy);
-void engine_wrote(Block* block, const char* destination, size_t bytes, bool async_proxy);
+void engine_wrote(Block* block, const char* destination, size_t bytes);
 void operand_read_begins(Thread* thread, size_t offset, const void* where);
 void operand_read_ends(Thread* thread, size_t offset, const void* where);
 // shared_memory.cpp
-void land_copies_until(Thread* thread, uint64_t count, bool by_engine);
+void land_copies_until(Thread* thread, uint64_t count);
 // mbarrier.cpp, wgmma.cpp
 void check_mbarriers_at_exit(Block* block);
 void check_wgmma_at_exit(Thread* thread);

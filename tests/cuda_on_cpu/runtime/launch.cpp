@@ -57,6 +57,8 @@ static void prepare_memory(Block* block) {
   block->mbarriers.clear();
   block->wgmma_reads.clear();
   for (auto& ops : block->wgmma_ops) ops.clear();
+  block->spare_registers = 0;
+  block->want_registers.clear();
   block->dynamic_bytes = block->used = grid.shape.shared_bytes;
 #if EMULATED_ASAN
   __asan_poison_memory_region(block->arena, kArena);

@@ -73,7 +73,7 @@ static void land(Mbarrier& b, const Mbarrier::Copy& copy) {
   memcpy(copy.destination, copy.source, copy.bytes);
   if (grid.checks) {
     Block* block = self()->owner;
-    engine_wrote(block, copy.destination, copy.bytes, true);
+    engine_wrote(block, copy.destination, copy.bytes);
     join_clock(b.clock, copy.clock);
     b.clock.back() = std::max(b.clock.back(), block->engine_clock);
   }
@@ -90,9 +90,8 @@ static void land_all(Mbarrier& b, At at) {
     complete_phase(b);  // as soon as the counts say so, even if more copies are on their way
   }
   for (const auto& arrival : arrivals) {
-    land_copies_until(arrival.thread, arrival.count, true);
+    land_copies_until(arrival.thread, arrival.count);
     join_clock(b.clock, arrival.clock);
-    if (!b.clock.empty()) b.clock.back() = std::max(b.clock.back(), self()->owner->engine_clock);
     take_arrivals(b, 1, at);
   }
   complete_phase(b);
@@ -130,7 +129,12 @@ __attribute__((noinline)) void mbarrier_arrive_after_copies(void* barrier, At at
   Thread* thread = self();
   thread->promised = thread->forgotten + thread->copies.size();
   b.arrivals.push_back({thread, thread->promised, clock_now(thread)});
-  if (grid.checks) thread->owner->clock_of(thread->linear)[thread->linear]++;
+  if (grid.checks) {
+    uint32_t& clock = thread->owner->clock_of(thread->linear)[thread->linear];
+    for (size_t i = thread->copies.size(); i-- > thread->landed && !thread->copies[i].promised;)
+      thread->copies[i].promised = clock;
+    clock++;
+  }
   for (Thread* waiter : b.waiting) make_runnable(waiter, false);  // one of them will land the copies
   b.waiting.clear();
 }

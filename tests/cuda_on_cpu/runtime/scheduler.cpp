@@ -147,7 +147,7 @@ void start_block(Block* block, uint64_t index) {
   block->warned_copies = false;
   for (auto* set : {block->barriers, block->groups})
     for (int i = 0; i < (set == block->barriers ? 16 : 8); i++) set[i] = Barrier{};
-  for (Warp& warp : block->warps) warp = Warp{0, 0xffffffffu, {}, {}, {}};
+  for (Warp& warp : block->warps) warp = Warp{0, 0xffffffffu, {}, {}, {}, 0};
   uint64_t warp_random = 0;
   for (uint32_t i = 0; i < block->num_threads; i++) {
     Thread& thread = block->threads[i];

@@ -44,8 +44,12 @@ __attribute__((noinline)) void cp_async(void* destination, const void* source, i
   if (source_bytes) check_source_range(source, static_cast<size_t>(source_bytes), at);
   if (grid.checks)
     shared_access(thread, offset, static_cast<size_t>(bytes), true, false, __builtin_return_address(0), false, true);
-  AsyncCopy copy{static_cast<char*>(destination), static_cast<const char*>(source), static_cast<uint16_t>(bytes),
-                 static_cast<uint16_t>(source_bytes), false};
+  AsyncCopy copy{static_cast<char*>(destination),
+                 static_cast<const char*>(source),
+                 static_cast<uint16_t>(bytes),
+                 static_cast<uint16_t>(source_bytes),
+                 false,
+                 0};
   if (config.landing == Landing::early || (config.landing == Landing::random && (grid.random() & 1)))
     land(copy);
   else
@@ -66,23 +70,15 @@ void cp_async_wait(int groups_in_flight, bool all) {
   if (!finished) return;
   uint64_t count = thread->groups[finished - 1];
   thread->groups.erase(thread->groups.begin(), thread->groups.begin() + static_cast<long>(finished));
-  land_copies_until(thread, count, false);
+  land_copies_until(thread, count);
 }
 
-// Lands the first `count` copies that `thread` ever issued, for itself (at its wait) or `by_engine` (they report to an
-// mbarrier).
-void land_copies_until(Thread* thread, uint64_t count, bool by_engine) {
+// Lands the first `count` copies that `thread` ever issued: at its wait, or at a wait on the mbarrier they report to.
+void land_copies_until(Thread* thread, uint64_t count) {
   while (thread->forgotten + thread->landed < count) {
     AsyncCopy& copy = thread->copies[thread->landed++];
     if (!copy.landed) land(copy);
-    if (!grid.checks) continue;
-    const bool promised = thread->forgotten + thread->landed <= thread->promised;
-    if (by_engine || promised)
-      engine_wrote(thread->owner, copy.destination, copy.bytes, false);
-    else
-      copies_landed(thread, copy);
-    if (!by_engine && promised)  // the thread waits for what an mbarrier was promised as well: both know of it
-      thread->owner->clock_of(thread->linear)[thread->owner->num_clocks() - 1] = thread->owner->engine_clock;
+    if (grid.checks) copies_landed(thread, copy);
   }
   if (thread->landed == thread->copies.size()) {
     thread->forgotten += thread->landed;

@@ -11,6 +11,8 @@
 //   none     mn/8 stride + k/8 leading + mn%8 16 + 2 (k%8)        mn/8 stride + k/8 leading + k%8 16 + 2 (mn%8)
 //
 // and then bits 4-6 of the address are xor-ed with bits 7-9 (as many as the swizzle has).
+#include <algorithm>
+
 #include "hopper.h"
 #include "internal.h"
 #include "number_formats.h"
@@ -225,8 +227,25 @@ void wgmma_wait(int groups_in_flight, At at) {
   warp_collective(&kind, 0xffffffffu, &argument, finish_wait, at);
 }
 
+// A block has the registers it was launched with (what __launch_bounds__ leaves a thread, at most): a warp takes what
+// others have given, or waits for it.
 void set_max_registers(int count, At at) {
   if (count % 8 || count < 24 || count > 256) trap("setmaxnreg: expected a multiple of 8 from 24 to 256", at);
+  Thread* thread = self();
+  if (thread->lane) return;  // once a warp: the instruction is warp-wide
+  Block* block = thread->owner;
+  int& mine = thread->warp->registers;
+  if (!mine) mine = std::min(256, 65536 / static_cast<int>(block->num_threads) / 8 * 8);
+  while (count - mine > block->spare_registers) {
+    thread->at = at;
+    thread->state = State::at_barrier;
+    block->want_registers.push_back(thread);
+    wait_here(thread);
+  }
+  block->spare_registers += mine - count;
+  mine = count;
+  for (Thread* other : block->want_registers) make_runnable(other, false);
+  block->want_registers.clear();
 }
 
 void check_wgmma_at_exit(Thread* thread) {
