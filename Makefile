@@ -6,7 +6,7 @@ ARCHS  ?= 8.0;9.0a
 JOBS   ?= 2
 CPP    := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' 'tests/*.cpp' 2>/dev/null)
 
-.PHONY: demo test test-long bench lint format clean setup build venv-vllm test-vllm test-sglang promtool
+.PHONY: demo test test-long bench lint format clean setup build venv-vllm test-vllm wheel-vllm test-sglang promtool
 setup: $(VENV)/.installed
 build: $(VENV)/.built
 
@@ -57,7 +57,12 @@ $(VLLM)/.installed:
 
 # Our verification inside a real vLLM, on loopback, and vLLM's sampler as an oracle of ours.
 test-vllm: build venv-vllm
-	$(VLLM)/bin/python -m pytest -o addopts= -p no:cacheprovider tests/test_integration_vllm.py tests/test_sampling_oracle_vllm.py
+	$(VLLM)/bin/python -m pytest -o addopts= -p no:cacheprovider tests/test_integration_vllm.py tests/test_integration_vllm_parts.py \
+	  tests/test_integration_vllm_served.py tests/test_sampling_oracle_vllm.py
+
+# The next version's signatures, read out of its wheel (336 MB) by tests/test_integration_vllm_parts.py; never installed.
+wheel-vllm: setup
+	$(PY) -m pip download -q --no-deps -d $(VENV)/wheels vllm==0.33.0
 
 # SGLang's own tree code with our functions in it. Its server needs CUDA; these light packages import its EAGLE module.
 SGLANG := $(VENV)/sglang

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import types
@@ -11,6 +12,7 @@ import torch
 
 from specdec_kernels import __main__
 from specdec_kernels.integrations import vllm as plugin
+from specdec_kernels.integrations import vllm_kernels, vllm_stats, vllm_v2
 
 # ---- without vLLM
 
@@ -41,6 +43,12 @@ def fake_vllm(monkeypatch, forward) -> types.ModuleType:
 
     for name in ("vllm.v1", "vllm.v1.sample", "vllm.v1.sample.ops", "vllm.v1.spec_decode"):
         module(name)
+    for hook in (*vllm_v2.HOOKS, *vllm_kernels.HOOKS, *vllm_stats.HOOKS):
+        stand_in = lambda: None  # noqa: E731
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        stand_in.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in hook.parameters])
+        first, _, method = hook.name.partition(".")
+        module(hook.module, **{first: type(first, (), {method: stand_in}) if method else stand_in})
     module("vllm", __version__="0.32.0")
     module("vllm.v1.sample.ops.topk_topp_sampler", apply_top_k_top_p=filters)
     module("vllm.v1.outputs", SamplerOutput=output)
@@ -60,6 +68,9 @@ def test_register_replaces_once_and_can_be_taken_back(monkeypatch):
     assert fake.RejectionSampler.forward is plugin.verify_forward
     assert plugin.verify_forward.replaced is own_forward
     assert fake.apply_sampling_constraints is plugin.sampling_constraints
+    v2 = sys.modules["vllm.v1.worker.gpu.spec_decode.rejection_sampler"]
+    assert v2.rejection_sample is vllm_v2.rejection_sample
+    assert vllm_v2.rejection_sample.replaced is not v2.rejection_sample
     plugin.unregister()
     assert fake.RejectionSampler.forward is own_forward
 
@@ -272,6 +283,7 @@ SCRIPT = """
 import json, os, sys
 os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
 from specdec_kernels.integrations import vllm as plugin
+from specdec_kernels.integrations import vllm_kernels, vllm_stats, vllm_v2
 from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":

@@ -18,14 +18,13 @@ from typing import Any
 
 import torch
 
+from specdec_kernels.integrations import vllm_v2
 from specdec_kernels.integrations._hooks import Hook, missing_hooks, usable
 from specdec_kernels.sampling import Sampling, verify
 from specdec_kernels.tree import chain_tree
 
 TESTED = ("0.32.0",)
 _SAMPLER = "vllm.v1.sample.rejection_sampler"
-
-
 HOOKS = (
     Hook(_SAMPLER, "RejectionSampler.forward", ("self", "metadata", "draft_probs", "logits", "sampling_metadata")),
     Hook(_SAMPLER, "apply_sampling_constraints", ("logits", "cu_num_draft_tokens", "sampling_metadata")),
@@ -39,9 +38,11 @@ HOOKS = (
 
 
 def register() -> bool:
-    """Replace vLLM's rejection sampler. Returns whether it is replaced; never raises, may be called again."""
+    """Replace vLLM's rejection sampler, that runner V1's and, if that is all there, V2's. Returns whether it did, never
+    raises, may be called again."""
     if not usable("vLLM", "vllm", TESTED, lambda: missing_hooks(HOOKS)):
         return False
+    vllm_v2.register()
     sampler: Any = importlib.import_module(_SAMPLER)
     if not hasattr(sampler.RejectionSampler.forward, "replaced"):
         verify_forward.replaced = sampler.RejectionSampler.forward  # type: ignore[attr-defined]
@@ -74,12 +75,14 @@ def sampling_constraints(logits: torch.Tensor, cu_num_draft_tokens: torch.Tensor
 
 
 def plain(sampler: Any, sampling_metadata: Any) -> bool:
-    """Whether one `verify` says all there is: no logprobs, no edits of logits, no min-p, no synthetic acceptance."""
+    """Whether one `verify` says all there is: no logprobs, no edits of logits, no min-p, no lossy or synthetic
+    acceptance."""
     m = sampling_metadata
     holder = m.thinking_budget_state_holder
     processors = m.logitsprocs
     return (
         not sampler.synthetic_mode
+        and not getattr(sampler, "use_fly", False)  # 0.33, lossy
         and m.max_num_logprobs is None
         and m.no_penalties
         and not m.bad_words_token_ids
@@ -196,10 +199,12 @@ def check_main(argv: Sequence[str] | None = None) -> int:
     import json
     import sys
 
+    from specdec_kernels.integrations import vllm_kernels, vllm_stats  # not for vLLM's own start
+
     parser = argparse.ArgumentParser(
         prog="check-vllm",
         description="Whether the installed vLLM has every hook that the plug-in replaces or reads.",
-        epilog="exit code: 0 all are there, 1 one has moved (vLLM would stay unchanged), 2 no vLLM. "
+        epilog="exit code: 0 all are there, 1 one has moved (its part of vLLM would stay unchanged), 2 no vLLM. "
         "Example: check-vllm --json",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -209,7 +214,12 @@ def check_main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:
         print(f"check-vllm: {error}", file=sys.stderr)
         return 2
-    rows = {hook.path: (missing_hooks([hook]) or ["there"])[0] for hook in HOOKS}
+    parts = {
+        "sampler (V1)": HOOKS, "sampler (V2)": vllm_v2.HOOKS, "kernels": vllm_kernels.HOOKS,
+        "statistics": vllm_stats.HOOKS,
+    }  # fmt: skip
+    part = {hook.path: name for name, hooks in parts.items() for hook in hooks}
+    rows = {hook.path: (missing_hooks([hook]) or ["there"])[0] for hooks in parts.values() for hook in hooks}
     moved = any(state != "there" for state in rows.values())
     if args.json:
         print(json.dumps({"vllm": version, "tested": list(TESTED), "hooks": rows, "exit_code": int(moved)}, indent=2))
@@ -217,6 +227,8 @@ def check_main(argv: Sequence[str] | None = None) -> int:
         from specdec_kernels._console import print_table
 
         print_table(
-            f"vLLM {version} (tested: {', '.join(TESTED)})", ["hook", "state"], [list(row) for row in rows.items()]
+            f"vLLM {version} (tested: {', '.join(TESTED)})",
+            ["part", "hook", "state"],
+            [[part[path], path, state] for path, state in rows.items()],
         )
     return int(moved)
