@@ -107,6 +107,8 @@ def generate(options: argparse.Namespace) -> int:
     from specdec_kernels.engine.tokens import TextStream
 
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    if options.raw and not text:  # before seconds of loading
+        raise ValueError("generate: prompt: expected at least one token, got an empty prompt")
     start = time.perf_counter()
     model = load_model(options.model, dtype=options.dtype, device=options.device)
     print(f"{model.name}, {str(model.dtype).removeprefix('torch.')}, {time.perf_counter() - start:.1f} s to load",

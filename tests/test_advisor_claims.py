@@ -158,6 +158,6 @@ def test_draft_batch(tmp_path, capsys):
 def test_prompt_length(tmp_path, capsys):
     figures = run("prompt_length", tmp_path, capsys)
     cells = figures["cells"]
-    assert set(cells) == {f"{k}/{n}/8/{a}" for k in ("code", "prose") for n in (32, 128) for a in ("chain", "tree")}
+    assert set(cells) == {f"{k}/{n}/4/{a}" for k in ("code",) for n in (32, 128) for a in ("chain", "tree")}
     assert all(cell["tokens_a_step"] >= 1 and cell["whole_request"] > 0 for cell in cells.values())
     assert set(figures["tree_over_chain"]) == {"32", "128"}

@@ -1,7 +1,7 @@
-"""The attention suite on the Triton twin in a size for CI: the interpreter runs a check of every kind, PTX two.
+"""The attention suite on the Triton twin in a size for CI: the interpreter runs a check of every kind, PTX one.
 
-A compiled variant costs ten seconds (Triton, then the translation of its PTX), so the PTX path takes the call that uses
-every option and a split one here. `pytest --long` runs whole suite files on both (conftest lets them in).
+A compiled variant costs ten seconds (Triton, then the translation of its PTX), so the PTX path takes a split call here.
+`pytest --long` runs whole suite files on both (conftest lets them in).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def probe_widths(backend: Backend) -> None:
         mask.test_probe_every_width(backend, BF16, nodes)
 
 
-def splits(backend: Backend) -> None:
+def splits(backend: Backend, counts: tuple[int, ...] = (3, 0)) -> None:
     problem = build([eagle26(), chain(4), chain(1)], [300, 0, 129], rng_of("triton splits"), dtype=BF16)
-    for count in (3, 0):
+    for count in counts:
         out, lse = problem.run(backend, num_splits=count)
         problem.check(out, lse)
         again, again_lse = problem.run(backend, num_splits=count)
@@ -76,8 +76,13 @@ def test_interpreted(name):
     CHECKS[name](Backend("triton_interpret", "cpu", "triton_interpret"))
 
 
-@pytest.mark.parametrize("name", [pytest.param("everything", marks=pytest.mark.long), "splits"])
-def test_compiled(name):
+def test_compiled():
+    splits(Backend("triton_ptx", "cpu", "triton_ptx"), (3,))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_compiled_in_full(name):
     EVERYTHING[name](Backend("triton_ptx", "cpu", "triton_ptx"))
 
 

@@ -297,9 +297,10 @@ def test_planted_bug_is_caught(planted: Library, bug: Planted):
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "reverse", "random", "priority"])
-def test_sound_kernels_give_no_report(planted: Library, schedule: str):
+def test_sound_kernels_give_no_report(planted: Library, schedule: str, pytestconfig: pytest.Config):
     """The same build without a bug, on every schedule with blocks interleaved: no report, the right result."""
-    for seed in range(3):
+    slow = schedule == "priority" and not pytestconfig.getoption("--long")  # it switches fibers far more often
+    for seed in range(1 if slow else 3):
         with planted.configured(schedule=schedule, seed=seed, resident_blocks=3, landing="random", preempt=30):
             for call in {*SOUND, *(bug.call for bug in BUGS)}:
                 if call is hopper_call and seed:  # tests/test_attention_hopper.py has more schedules

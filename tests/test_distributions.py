@@ -40,7 +40,7 @@ CHUNK = 50_000
 def requests(backend: Backend, config: pytest.Config, share: float = 1.0) -> int:
     if backend.device != "cpu" or backend.selector is not None:
         return 100_000 if config.getoption("--long") else 10_000
-    return 1_000_000 if config.getoption("--long") else int(100_000 * share)
+    return 1_000_000 if config.getoption("--long") else int(50_000 * share)
 
 
 def op_verifier(

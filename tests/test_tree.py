@@ -108,8 +108,10 @@ test_chain_fuzz, test_chain_fuzz_long = fuzz(chains(), check_chain, 120)
 
 
 @pytest.mark.parametrize("count", [1023, 1024])
-def test_largest_trees(backend: Any, count: int):
+def test_largest_trees(backend: Any, count: int, pytestconfig: pytest.Config):
     backend.require("build_tree")
+    if backend.name == "triton_ptx" and not pytestconfig.getoption("--long"):
+        pytest.skip("long suite: pytest --long")  # twenty seconds of compiling
     generator = torch.Generator().manual_seed(count)
     for parents in (
         [-1, *range(count - 1)],  # a chain

@@ -19,6 +19,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ HERE = Path(__file__).resolve().parent
 BUILD = ROOT / "build" / "cuda_on_cpu"
 
 COMMON = ["-std=c++20", "-g", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-variable", "-fPIC", "-fno-strict-aliasing",
-          "-ffp-contract=off", "-fno-gnu-unique", "-march=native"]  # fmt: skip
+          "-ffp-contract=off", "-fno-gnu-unique", "-march=native", "-fno-var-tracking"]  # fmt: skip
 FEW = "SPECDEC_FEW_INSTANCES"  # a few template instances of each kernel: what CI compiles
 VARIANTS = {
     "race": (["-O1", "-fsanitize=thread", "--param=tsan-distinguish-volatile=1"], ["-O2"]),
@@ -124,7 +125,10 @@ def make(target: Path, command: list[str], depfile: bool = False) -> Path:
         if not _fresh(target, command):
             note = target.with_suffix(target.suffix + ".cmd")
             note.unlink(missing_ok=True)  # a compiler that is stopped leaves half a file
+            start = time.monotonic()
             run(command)
+            with open(BUILD / "seconds.txt", "a") as log:  # what a cold build spends its time on
+                log.write(f"{time.monotonic() - start:.1f} {os.path.relpath(target, BUILD)}\n")
             note.write_text(" ".join(command))
     return target
 

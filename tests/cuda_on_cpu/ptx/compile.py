@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.cuda_on_cpu import build
 from tests.cuda_on_cpu.ptx.translate import translate
 
-FLAGS = ["-O1", "-Wno-unused-but-set-variable", "-Wno-unused-label", "-Wno-sign-compare"]
+FLAGS = ["-Og", "-g0", "-Wno-unused-but-set-variable", "-Wno-unused-label", "-Wno-sign-compare"]
 
 
 def ptx_from_cuda(source: Path, arch: str, defines: tuple[str, ...] = ()) -> Path:
