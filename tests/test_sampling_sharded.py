@@ -1,4 +1,4 @@
-"""sample and exact-match verification on vocabulary shards: torch.distributed on gloo gives what one process gives."""
+"""sample and verify on vocabulary shards: torch.distributed on gloo gives what one process gives."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 import specdec_kernels as sk
 from specdec_kernels import _sharded
 from tests.sampling_helpers import ints, sampling_tensors, tree_tensors
+from tests.shard_ranks import split
 
 INF, NAN = float("inf"), float("nan")
 DTYPES, WIDE = (torch.float32, torch.bfloat16), 151_936
@@ -55,36 +56,50 @@ def trees(V: int) -> tuple[torch.Tensor, torch.Tensor, sk.DraftTree, sk.Sampling
     return logits, ids.view(-1), tree, sampling
 
 
-def split(V: int, world: int) -> list[int]:
-    """Where shards begin, and the end: multiples of 32."""
-    return [V * r // world // 32 * 32 for r in range(world)] + [V]
+def verifications(V: int, whole: bool) -> list[dict]:
+    """Arguments of verify by every method (wide rows: of some, unless `whole`), drafts drawn near the target's law."""
+    logits, ids, tree, sampling = trees(V)
+    common = dict(tree=tree, sampling=sampling)
+    exact = [dict(target_logits=logits, draft_token_ids=ids, method=m) for m in ("greedy", "coupled", "target_only")]
+    near = torch.Generator().manual_seed(3)
+    draft = logits.nan_to_num(0.0, 0.0, 0.0) + 0.5 * torch.randn(logits.shape, generator=near)
+    parent = (torch.arange(len(ids)) // len(PARENTS) * len(PARENTS)).int() + tree.parents.clamp_min(0)
+    hot = draft.log_softmax(1) - torch.empty_like(draft).exponential_(generator=near).log()
+    best = hot.topk(2, 1).indices.int()  # two draws without replacement: the first and the second child
+    drawn = best[parent.long(), (torch.arange(len(ids)) % 2 == 0).long()]
+    rows = torch.where(tree.parents >= 0, parent, -1)
+    sampled = dict(target_logits=logits, draft_token_ids=drawn, draft_logits=draft, draft_rows=rows)
+    line = tree_tensors([[-1, *range(len(PARENTS) - 1)]] * (len(tree.cu_nodes) - 1))
+    chained = dict(tree=line, draft_token_ids=best[(torch.arange(len(ids)) - 1).clamp_min(0), 0])
+    after = dict(draft_rows=torch.where(line.parents >= 0, torch.arange(len(ids)).int() - 1, -1))
+    every = [*exact, sampled | dict(method="rejection"), sampled | chained | after | dict(method="block")]
+    every += [dict(target_logits=logits, draft_token_ids=drawn, method="typical", epsilon=0.01, delta=0.01)]
+    names = ("raw", "both", "processed")
+    every = [common | one | dict(return_logprobs=names[i % 3]) for i, one in enumerate(every)]
+    return every if whole or V < WIDE else every[1:4:2]
 
 
-def answers(start: int, end: int | None, V: int, group) -> list[torch.Tensor]:
+def answers(start: int, end: int | None, V: int, group, whole: bool = True) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for dtype in DTYPES[V >= WIDE :]:
         logits, sampling = rows(V, dtype)
         found += sk.sample_sharded(
             logits[:, start:end], sampling, vocab_start=start, group=group, return_logprobs="both"
         )
-    logits, ids, tree, sampling = trees(V)
-    for method, logprobs in (("greedy", "raw"), ("coupled", "both")):
-        out = sk.verify_sharded(
-            logits[:, start:end], ids, tree, sampling, method=method, vocab_start=start, group=group,
-            return_logprobs=logprobs,
-        )  # fmt: skip
+    for arguments in verifications(V, whole):
+        mine = {k: v[:, start:end] if k.endswith("_logits") else v for k, v in arguments.items()}
+        out = sk.verify_sharded(**mine, vocab_start=start, group=group, max_siblings=2)
         found += [x for x in out if x is not None]
     return found
 
 
-def expected(V: int) -> list[torch.Tensor]:
+def expected(V: int, whole: bool = True) -> list[torch.Tensor]:
     right: list[torch.Tensor] = []
     for dtype in DTYPES[V >= WIDE :]:
         right += sk.sample(*rows(V, dtype), return_logprobs="both")
-    logits, ids, tree, sampling = trees(V)
-    for method, logprobs in (("greedy", "raw"), ("coupled", "both")):
-        out = sk.verify(logits, ids, tree, sampling, method=method, return_logprobs=logprobs)
-        assert int(out.num_emitted.max()) > 1, method
+    for arguments in verifications(V, whole):
+        out = sk.verify(**arguments)
+        assert int(out.num_emitted.max()) > 1 or arguments["method"] == "target_only", arguments["method"]
         right += [x for x in out if x is not None]
     return right
 
@@ -101,24 +116,30 @@ def test_one_shard_is_the_op(V: int):
     same(answers(0, None, V, None), expected(V))
 
 
-def rank_main(rank: int, world: int, folder: str) -> None:
+def rank_main(rank: int, world: int, whole: bool, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
     try:
         for V in (131, WIDE):
             begin = split(V, world)
-            torch.save(answers(begin[rank], begin[rank + 1], V, dist.group.WORLD), f"{folder}/{V}-{rank}.pt")
+            found = answers(begin[rank], begin[rank + 1], V, dist.group.WORLD, whole)
+            torch.save(found, f"{folder}/{V}-{rank}.pt")
     finally:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3])
-def test_ranks_give_what_one_process_gives(world: int, tmp_path: Path):
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("world", "whole"), [(3, False), pytest.param(2, True, marks=LONG), pytest.param(3, True, marks=LONG)]
+)
+def test_ranks_give_what_one_process_gives(world: int, whole: bool, tmp_path: Path):
     """Every rank's tokens, flags and log-probabilities, bit for bit; shards of a real vocabulary and of 131 ids."""
-    mp.spawn(rank_main, (world, str(tmp_path)), nprocs=world)
+    mp.spawn(rank_main, (world, whole, str(tmp_path)), nprocs=world)
     for V in (131, WIDE):
-        right = expected(V)
+        right = expected(V, whole)
         for rank in range(world):
             same(torch.load(tmp_path / f"{V}-{rank}.pt"), right)
 
@@ -142,7 +163,7 @@ def test_bytes_that_cross_ranks(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(_sharded.Shards, "reduce", count)
     R, logits = 32, torch.randn(32, 100)
-    for filters, least, most in (({}, 40, 64), ({"top_k": 5}, 8192, 8300), ({"top_k": 5, "top_p": 0.5}, 16384, 16600)):
+    for filters, least, most in (({}, 32, 64), ({"top_k": 5}, 8192, 8300), ({"top_k": 5, "top_p": 0.5}, 16384, 16600)):
         spent = 0
         sk.sample_sharded(logits, sk.Sampling.of(R, **filters), vocab_start=0, group=None)
         assert least <= spent / R <= most, (filters, spent / R)
@@ -152,6 +173,3 @@ def test_arguments():
     logits, sampling = rows(64, torch.float32)
     with pytest.raises(ValueError, match="sample_sharded: vocab_start: expected a multiple of 32, got 8"):
         sk.sample_sharded(logits, sampling, vocab_start=8, group=None)
-    logits, ids, tree, sampling = trees(64)
-    with pytest.raises(NotImplementedError, match="verify_sharded: method"):
-        sk.verify_sharded(logits, ids, tree, sampling, method="rejection", vocab_start=0, group=None)

@@ -1,0 +1,226 @@
+"""verify on vocabulary shards gives what verify gives one process, bit for bit, by every method and for any shards."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import specdec_kernels as sk
+from specdec_kernels import _sharded, _sharded_draw
+from tests.sampling_helpers import chain, floats, ints, sampling_tensors, tree_tensors
+from tests.sampling_requests import random_request
+from tests.shard_ranks import Ranks, split
+
+INF, NAN = float("inf"), float("nan")
+ALMOST_ONE = 1 - 2.0**-24
+DRAWN = ("rejection", "block")
+METHODS = ("rejection", "target_only", "block", "typical", "coupled", "greedy")
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Ranks]:
+    def make(world: int) -> Ranks:
+        group = Ranks(world)
+        monkeypatch.setattr(_sharded, "dist", group)
+        return group
+
+    return make
+
+
+def batch(seed: int, vocab: int, method: str, requests: int, *, filters: bool = True, dtype=torch.float32) -> dict:
+    """Arguments of `verify`: random trees (chains for block), laws near each other, and every fault of data."""
+    rng = random.Random(seed)
+    made = [random_request(rng, vocab, rng.randint(1, 9), edits=False) for _ in range(requests)]
+    for request in made:
+        if method == "block" and rng.random() < 0.9:
+            last = len(request.parents) - 1
+            request.parents, request.draft_of = chain(last), [-1, *range(last)]
+            if rng.random() < 0.2:
+                request.draft_of = [-1] * (last + 1)
+    offsets = np.cumsum([0] + [len(r.logits) for r in made])
+    rows = [row + at if row >= 0 else -1 for r, at in zip(made, offsets, strict=False) for row in r.draft_of]
+    logits, draft = (floats(np.concatenate([getattr(r, name) for r in made])) for name in ("logits", "draft_logits"))
+    ids = [token for r in made for token in r.token_ids]
+    N = len(ids)
+    for _ in range(max(1, requests // 4)):  # faults of the data
+        n = rng.randrange(N)
+        fault = rng.randrange(9)
+        if fault < 3:
+            (logits if fault else draft)[n, rng.randrange(vocab)] = NAN
+        elif fault < 5:
+            (logits if fault == 3 else draft)[n, ::5] = INF
+        elif fault == 5:
+            (logits if rng.random() < 0.5 else draft)[n] = -INF
+        elif fault == 6:
+            ids[n] = rng.choice([vocab, vocab + 70000, -5])
+        elif fault == 7:
+            ids[n] = ids[max(n - 1, 0)]  # often a twin
+        else:
+            rows[n] = rng.choice([-1, N, -9, rows[n - 1] if n not in offsets else -1])  # a row is one request's
+    tree = tree_tensors([list(r.parents) for r in made])
+    if rng.random() < 0.3:
+        tree.next_sibling[rng.randrange(N)] = rng.randrange(-2, 9)
+    shapes = [r.parameters for r in made]
+    off = dict(top_k=0, top_p=1.0, min_p=0.0)
+    numbers = {name: [getattr(p, name) if filters else off[name] for p in shapes] for name in off}
+    heat = [rng.choice([p.temperature] * 8 + [-1.0, NAN, 1e-3]) if filters else 1.0 for p in shapes]
+    options: dict[str, Any] = {"method": method, "return_logprobs": rng.choice(["raw", "processed", "both"])}
+    if method in DRAWN:
+        options |= dict(draft_logits=draft.to(dtype), draft_rows=ints(rows))
+        if rng.random() < 0.5:
+            cold = sampling_tensors(requests, temperature=[rng.choice([0.8, 1.0, 0.0]) for _ in made],
+                                    top_k=[rng.choice([0, 4]) for _ in made])  # fmt: skip
+            options["draft_sampling"] = cold
+    if rng.random() < 0.3:
+        options["uniforms"] = floats([rng.choice([rng.random(), 0.0, ALMOST_ONE]) for _ in ids], dtype=torch.float64)
+    sampling = sampling_tensors(
+        requests, temperature=heat, **numbers, seed=[r.seed for r in made], position=[r.position for r in made],
+        step=[r.step for r in made],
+    )  # fmt: skip
+    return dict(target_logits=logits.to(dtype), draft_token_ids=ints(ids), tree=tree, sampling=sampling) | options
+
+
+def on_shards(group: Ranks, arguments: dict, **more: Any) -> list[Any]:
+    """verify_sharded on every rank of `group`."""
+    begin = split(arguments["target_logits"].shape[1], group.world)
+
+    def work(rank: int) -> Any:
+        mine = {
+            name: value[:, begin[rank] : begin[rank + 1]] if name.endswith("_logits") else value
+            for name, value in arguments.items()
+        }
+        return sk.verify_sharded(**mine, vocab_start=begin[rank], group=group, **more)
+
+    return group.run(work)
+
+
+def assert_same(found: Sequence[Any], right: Sequence[Any], what: Any) -> None:
+    for a, b, name in zip(found, right, sk.sampling.Verified._fields, strict=True):
+        if b is not None:
+            wrong = (a != b).nonzero().tolist()
+            assert not wrong, (what, name, wrong[:5], a[wrong[0][0]], b[wrong[0][0]])
+
+
+def check(group: Ranks, arguments: dict, what: Any, **more: Any) -> Any:
+    right = sk.verify(**arguments)
+    for rank, found in enumerate(on_shards(group, arguments, **more)):
+        assert_same(found, right, (what, rank))
+    return right
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("method", METHODS)
+def test_shards_give_what_one_process_gives(method, world, ranks):
+    """Chains and trees, filters, drafts drawn and deterministic, faults; the second vocabulary has cut blocks."""
+    group, drafts = ranks(world), 0
+    for seed, vocab in enumerate([37 if world == 1 else 97, 1500]):
+        right = check(group, batch(seed + 10 * world, vocab, method, 12), (method, seed, vocab))
+        drafts += int((right.num_emitted - 1).sum())
+    assert drafts > (3 if method in DRAWN else -1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", METHODS)
+def test_many_batches_on_shards(method, ranks):
+    """Every world, many vocabularies, both half precisions."""
+    flags = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        vocab = rng.choice([5, 33, 97, 131, 1025, 1500, 2049, 5000])
+        world = rng.randint(1, max(1, min(4, vocab // 32)))  # no shard is empty
+        dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
+        right = check(ranks(world), batch(seed, vocab, method, 16, dtype=dtype), (method, seed, vocab, world))
+        flags |= int(np.bitwise_or.reduce(right.flags.numpy()))
+    every = sk.Flag.NAN_LOGIT | sk.Flag.DEAD_ROW | sk.Flag.INF_LOGIT | sk.Flag.TOKEN_RANGE | sk.Flag.TREE
+    assert flags & every == every, flags
+
+
+def thin(vocab: int, requests: int, shift: float) -> dict:
+    """Chains of one draft that is rejected, from a draft law close to the target: little is left, races end late."""
+    draws = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(2 * requests, vocab, generator=draws) * 2
+    draft = logits[::2] + shift * torch.randn(requests, vocab, generator=draws)
+    ids = torch.stack([torch.zeros(requests).int(), (draft - logits[::2]).argmax(1).int()], 1)
+    return dict(
+        target_logits=logits, draft_token_ids=ids.flatten(), tree=tree_tensors([[-1, 0]] * requests),
+        sampling=sampling_tensors(requests, seed=range(requests)), draft_logits=draft,
+        draft_rows=ints([row for r in range(requests) for row in (-1, r)]),
+        uniforms=torch.full((2 * requests,), ALMOST_ONE), method="rejection",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_races_that_nobody_decides(world, ranks, monkeypatch):
+    """Where the race is undecided on every rank all of them draw token by token, where nothing is left from the row."""
+    levels: list[torch.Tensor] = []
+    race = _sharded_draw.race
+
+    def noted(*args: Any) -> Any:
+        best = race(*args)
+        levels.append(best[0][0] > -INF)
+        return best
+
+    monkeypatch.setattr(_sharded_draw, "race", noted)
+    right = check(ranks(world), thin(1500, 24, 0.05), "thin", max_siblings=1)
+    assert int(right.num_emitted.max()) == 1
+    decided = torch.stack(levels).any(0)
+    assert 0 < int(decided.sum()) < 24
+    same = thin(1500, 4, 0.0)
+    right = check(ranks(world), same, "nothing left", max_siblings=1)
+    assert (right.flags == sk.Flag.ZERO_RESIDUAL).all() or int(right.num_emitted.max()) == 2
+
+
+def test_control_a_cut_block_needs_the_bounds_of_both_ranks(ranks, monkeypatch):
+    """With its own half's bounds a rank draws other tokens: the exchange is what makes the shards agree."""
+    arguments = thin(1100, 64, 0.6)
+    right = sk.verify(**arguments)
+    assert_same(on_shards(ranks(2), arguments)[0], right, "exchanged")
+    monkeypatch.setattr(_sharded.Shards, "starts", lambda self, start, device: torch.zeros(1, dtype=torch.long))
+    alone = on_shards(ranks(2), arguments)[0]
+    assert (alone.output_token_ids != right.output_token_ids).any(1).float().mean() > 0.05
+
+
+@pytest.mark.parametrize(("dtype", "world"), [(torch.float32, 2), (torch.bfloat16, 3)])
+def test_bytes_that_cross_ranks(dtype, world, ranks):
+    """At most 64 bytes a row of logits unfiltered; 8 KiB of histograms for top-k and for top-p."""
+    B, gamma, V = 4, 4, 1500
+    N, draws = B * (gamma + 1), torch.Generator().manual_seed(0)
+    logits, draft = (torch.randn(n, V, generator=draws).to(dtype) for n in (N, B * gamma))
+    arguments = dict(target_logits=logits, draft_token_ids=torch.zeros(N).int(), tree=tree_tensors([chain(gamma)] * B))
+    for method in METHODS:
+        drawn = dict(draft_logits=draft) if method in DRAWN else {}
+        rows = N + len(draft) * (method in DRAWN)
+        spent = []
+        for filters in ({}, {"top_k": [5] * B}, {"top_k": [5] * B, "top_p": [0.5] * B}):
+            group = ranks(world)
+            shaped = arguments | drawn | dict(sampling=sampling_tensors(B, **filters), method=method)
+            on_shards(group, shaped, max_siblings=1)
+            assert len(set(group.sent)) == 1
+            spent.append(group.sent[0] / rows)
+        assert 16 < spent[0] <= 64, (method, spent)
+        if method != "greedy":
+            for number in (1, 2):
+                assert 8192 < spent[number] - spent[number - 1] < 8300, (method, spent)
+
+
+def test_arguments(ranks):
+    arguments = batch(0, 64, "rejection", 2)
+    shard = dict(vocab_start=0, group=None)
+    with pytest.raises(ValueError, match="verify_sharded: method: expected one of"):
+        sk.verify_sharded(**(arguments | dict(method="other")), **shard)
+    with pytest.raises(ValueError, match="verify_sharded: draft_logits: expected 64 columns as target_logits, got 63"):
+        sk.verify_sharded(**(arguments | dict(draft_logits=arguments["draft_logits"][:, 1:])), **shard)
+    with pytest.raises(ValueError, match="verify_sharded: vocab_start: expected a multiple of 32, got 8"):
+        sk.verify_sharded(**arguments, vocab_start=8, group=None)
+    with pytest.raises(ValueError, match="verify_sharded: draft_logits: expected the rows that draft_rows points into"):
+        sk.verify_sharded(**(arguments | dict(draft_logits=None)), **shard)
+    crowded = arguments | dict(tree=tree_tensors([[-1, 0, 0, 0]]), method="target_only", return_logprobs=None)
+    crowded |= dict(target_logits=torch.zeros(4, 64), draft_token_ids=ints([0, 1, 2, 3]), uniforms=None)
+    crowded |= dict(draft_logits=None, draft_rows=None, draft_sampling=None, sampling=sampling_tensors(1))
+    assert int(sk.verify_sharded(**crowded, **shard, max_siblings=2).flags) == sk.Flag.TREE
+    assert int(sk.verify_sharded(**crowded, **shard).flags) == 0
