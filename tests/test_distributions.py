@@ -1,6 +1,6 @@
 """Statistical mode: many identical requests in one call, several consecutive steps, against the exact joint laws.
 
-CI draws 10^5 requests a suite (fewer off the CPU), `--long` 10^6. Controls: test_distribution_controls.py.
+CI draws 5 * 10^4 requests a suite (10^4 off the CPU), `--long` 10^6. Controls: test_distribution_controls.py.
 """
 
 from __future__ import annotations
