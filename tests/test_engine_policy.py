@@ -9,7 +9,7 @@ import pytest
 
 from specdec_kernels.batching import BatchCostModel
 from specdec_kernels.engine.drafters import Limit
-from specdec_kernels.engine.estimates import AcceptanceTable, CostCorrection
+from specdec_kernels.engine.estimates import AcceptanceTable, CostCorrection, ForwardCorrection
 from specdec_kernels.engine.policy import (
     DraftCosts,
     DraftOutcome,
@@ -125,6 +125,38 @@ def test_cost_correction_learns_scale_and_shape():
         correction.observe(64, 1.0, 2.0)
     assert correction.factor(np.array(64.0)) == pytest.approx(2.0, rel=0.02)
     assert (correction.factor(np.array([32, 256])) > [1.65, 1.95]).all()
+
+
+def test_the_two_sides_of_the_knee_are_learned_apart():
+    """Memory a fifth slower, arithmetic a fifth faster: steps of 100 and 500 nodes say what 150 to 700 take."""
+    rng, ours, by_count = np.random.default_rng(5), ForwardCorrection(COSTS), CostCorrection(rate=0.1)
+    truth = COSTS._replace(base=COSTS.base * 1.2, per_node=COSTS.per_node * 0.8, free_nodes=round(184 * 1.5))
+    fixed = COSTS.predict(0, 8, 1600)
+    for _ in range(300):
+        nodes = int(rng.choice([100, 500]))
+        measured = truth.predict(nodes, 8, 1600) * rng.uniform(0.97, 1.03)
+        ours.observe(nodes, fixed, measured)
+        by_count.observe(nodes, COSTS.predict(nodes, 8, 1600), measured)
+    asked = np.array([100, 150, 240, 320, 500, 700])
+    right = np.array([truth.predict(n, 8, 1600) for n in asked])
+    assert np.abs(ours.seconds(asked, fixed) / right - 1).max() < 0.08
+    shape = np.array([COSTS.predict(n, 8, 1600) for n in asked]) * by_count.factor(asked)
+    assert np.abs(shape / right - 1).max() > 0.12, np.abs(
+        shape / right - 1
+    )  # control: a factor by node count alone does not know the knee
+
+
+def test_a_model_without_a_knee_is_corrected_as_a_whole():
+    flat, correction = COSTS._replace(per_node=0.0), ForwardCorrection(COSTS._replace(per_node=0.0))
+    for _ in range(200):
+        correction.observe(64, flat.predict(0, 8, 0), 0.7 * flat.predict(64, 8, 0))
+    assert correction.seconds(np.array([8, 64, 900]), flat.predict(0, 8, 0)) == pytest.approx(
+        0.7 * flat.predict(8, 8, 0), rel=0.03
+    )
+    before = correction.seconds(np.array([64]), 1e-3)
+    for bad in (0.0, -1.0, float("nan")):
+        correction.observe(64, 1e-3, bad)
+    assert (correction.seconds(np.array([64]), 1e-3) == before).all()
 
 
 # ---- the plan

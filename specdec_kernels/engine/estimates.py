@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specdec_kernels.batching import BatchCostModel
+
 _LEAST, _MOST = 1e-3, 1.0 - 1e-3  # no acceptance is ever certain: odds stay finite
 
 
@@ -152,6 +154,47 @@ class CostCorrection:
         entry[0] += max(self.rate, 1.0 / (entry[1] + 1.0)) * (1.0 - moved) * error
         self._keys = np.array(sorted(self._bins), np.float64)
         self._values = np.array([self._bins[int(k)][0] for k in self._keys])
+
+
+class ForwardCorrection:
+    """Corrects a `BatchCostModel` online: a factor on each side of its knee, and a `CostCorrection` for what is left.
+
+    Below the knee a step waits for memory (base), above it for arithmetic (the line that leaves the knee). Every step
+    tells about its own side, and the knee moves to where the two meet: a step of 200 nodes says what one of 400 takes.
+    """
+
+    def __init__(self, costs: BatchCostModel, rate: float = 0.1, rest: float = 0.02):
+        self.costs, self.rate = costs, rate
+        self._reads = self._computes = 0.0  # log factors
+        self.shape = CostCorrection(rest)
+
+    def seconds(self, nodes: np.ndarray, fixed: float) -> np.ndarray:
+        """Predicted seconds of `nodes`; fixed: the model's own for a step below the knee."""
+        costs = self.costs
+        sides = np.maximum(costs.base * np.exp(self._reads), self._line(nodes))
+        return (fixed - costs.base + sides) * self.shape.factor(nodes)
+
+    def observe(self, nodes: int, fixed: float, measured: float) -> None:
+        """One step. A wild outlier counts as a factor of 1.65."""
+        predicted = float(self.seconds(np.float64(nodes), fixed))
+        if not (predicted > 0 and measured > 0):
+            return
+        reads, line = self.costs.base * np.exp(self._reads), float(self._line(np.float64(nodes)))
+        share = max(reads, line) / (fixed - self.costs.base + max(reads, line))  # of what the factor works on
+        error = float(np.clip(np.log(measured / predicted), -0.5, 0.5)) / max(share, 0.2)
+        if reads >= line:
+            self._reads += self.rate * error
+        else:
+            self._computes += self.rate * error
+        self.shape.observe(
+            nodes, float(self.seconds(np.float64(nodes), fixed)) / float(self.shape.factor(np.float64(nodes))), measured
+        )
+
+    def _line(self, nodes: np.ndarray) -> np.ndarray:
+        costs = self.costs
+        if not costs.per_node:
+            return np.zeros(np.shape(nodes))
+        return (costs.base + costs.per_node * (nodes - costs.free_nodes)) * np.exp(self._computes)
 
 
 def _bin(nodes: np.ndarray) -> np.ndarray:

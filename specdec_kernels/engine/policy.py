@@ -15,7 +15,7 @@ import numpy as np
 
 from specdec_kernels.batching import BatchCostModel
 from specdec_kernels.engine.drafters import Limit
-from specdec_kernels.engine.estimates import AcceptanceTable, CostCorrection
+from specdec_kernels.engine.estimates import AcceptanceTable, CostCorrection, ForwardCorrection
 
 
 class RequestView(NamedTuple):
@@ -148,7 +148,7 @@ class GoodputPolicy:
         self._cum_width = np.concatenate([[0], self.widths.cumsum()])
         self.hysteresis, self.probe_share, self.uncertainty = hysteresis, probe_share, uncertainty
         self.acceptance = AcceptanceTable(max_depth) if table is None else table
-        self.forward_correction, self.draft_correction = CostCorrection(rate=0.1), CostCorrection()
+        self.forward_correction, self.draft_correction = ForwardCorrection(costs), CostCorrection()
         self._current: dict[int, int] = {}  # the plan in force: depth by request
         self._credit = 0.0  # seconds that probes may lose
         self._steps = 0
@@ -184,8 +184,8 @@ class GoodputPolicy:
         accepted = np.array([o.accepted for o in outcomes], np.int64)
         rejected = np.array([o.rejected for o in outcomes], np.int64)
         self.acceptance.record([o.id for o in outcomes], accepted, rejected)
-        predicted = self.costs.predict(timing.nodes, timing.requests, timing.context)
-        self.forward_correction.observe(timing.nodes, predicted, timing.forward_seconds)
+        fixed = self.costs.predict(0, timing.requests, timing.context)
+        self.forward_correction.observe(timing.nodes, fixed, timing.forward_seconds)
         if timing.levels:
             predicted = float(self._draft_seconds(np.float64(timing.levels), np.float64(timing.drafts)))
             self.draft_correction.observe(1, predicted, timing.draft_seconds)
@@ -246,9 +246,7 @@ class _Step:
         return self._alone + added * extra_cost
 
     def _forward(self, nodes: np.ndarray) -> np.ndarray:
-        costs = self.policy.costs
-        seconds = self._fixed + costs.per_node * np.maximum(0.0, nodes - costs.free_nodes)
-        return seconds * self.policy.forward_correction.factor(nodes)
+        return self.policy.forward_correction.seconds(nodes, self._fixed)
 
     def evaluate(self, depths: np.ndarray, acceptance: np.ndarray) -> _Plan:
         """Predictions for given depths."""
