@@ -30,12 +30,12 @@ static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 65536 / kHo
 
 struct Producers {  // threads 0..127
   static constexpr int kThreads = 128;
-  __device__ __forceinline__ static int thread() { return threadIdx.x; }
+  __device__ __forceinline__ static uint32_t thread() { return threadIdx.x; }
   __device__ __forceinline__ static void sync() { ptx::named_barrier_sync(1, kThreads); }
 };
 struct Consumers {
   static constexpr int kThreads = 256;
-  __device__ __forceinline__ static int thread() { return static_cast<int>(threadIdx.x) - Producers::kThreads; }
+  __device__ __forceinline__ static uint32_t thread() { return threadIdx.x - Producers::kThreads; }
   __device__ __forceinline__ static void sync() { ptx::named_barrier_sync(2, kThreads); }
 };
 
@@ -297,22 +297,16 @@ __global__ void __launch_bounds__(kHopperThreads, 1) tree_attention_hopper_kerne
   __syncthreads();
   if (threadIdx.x < Producers::kThreads) {
     ptx::give_registers<kProducerRegisters>();
-    start_walk<Producers>(p, Tile::kRows, walks[0]);
-    while (next_item<Producers, Tile::kRows>(p, walks[0])) {
-      produce<Tile>(p, walks[0].item, ring, infos, pipe);
-      Producers::sync();  // all have read the item
-    }
+    for_each_item<Producers, Tile::kRows>(p, walks[0], [&] { produce<Tile>(p, walks[0].item, ring, infos, pipe); });
     ptx::named_barrier_sync(3, kHopperThreads);  // the plan is read to its end
     return;
   }
   ptx::take_registers<kConsumerRegisters>();
-  start_walk<Consumers>(p, Tile::kRows, walks[1]);
-  while (next_item<Consumers, Tile::kRows>(p, walks[1])) {
+  for_each_item<Consumers, Tile::kRows>(p, walks[1], [&] {
     WarpState<Tile> state;
     consume<Tile>(p, walks[1].item, state, ring, infos, pipe);
     finish_item<Tile>(p, state, nullptr, walks[1], scratch[0]);
-    Consumers::sync();
-  }
+  });
   ptx::named_barrier_sync(3, kHopperThreads);
   clear_own_plan<Consumers>(p, scratch[0].ticket);
 }

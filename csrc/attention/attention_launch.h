@@ -4,6 +4,10 @@
 #include "attention/plan_checks.h"
 #include "common/launch.cuh"
 
+#ifndef SPECDEC_FEW_HEAD_DIM  // the head dim that SPECDEC_FEW_INSTANCES keeps
+#define SPECDEC_FEW_HEAD_DIM 64
+#endif
+
 namespace specdec {
 
 inline MachineLimits machine_limits(const Tensor& tensor) {

@@ -94,7 +94,7 @@ class TileLoader {
   // Of rows g and g + 8 each thread takes two of the four threads t that read their words. Whole warps.
   __device__ __forceinline__ void spread_visible(uint64_t visible, Info& here) {
     constexpr int kBits = Tile::kMaskUnit / 4;  // of a row, in a word
-    const int row = threadIdx.x, half = row >> 3 & 1;
+    const int row = ptx::in_place(threadIdx.x), half = row >> 3 & 1;
     const auto own = static_cast<uint32_t>(half ? visible >> 32 : visible);
     const uint32_t other = __shfl_xor_sync(kFullWarp, static_cast<uint32_t>(half ? visible : visible >> 32), 8);
     if (row >= Tile::kRows) return;

@@ -105,13 +105,11 @@ __global__ void __launch_bounds__(kMmaThreads, MmaTile<T, KV, D, DV, kRows>::kMi
   SPECDEC_SHARED(WalkState, walk, 1);
   SPECDEC_SHARED(MergeState<Tile>, scratch, 1);
   if (blockIdx.x + 1 == gridDim.x) clear_tail<T>(p);
-  start_walk<WholeBlock>(p, kRows, walk[0]);
-  while (next_item<WholeBlock, kRows>(p, walk[0])) {
+  for_each_item<WholeBlock, kRows>(p, walk[0], [&] {
     WarpState<Tile> state;
     attend<Tile>(p, walk[0].item, state, shared);
     finish_item<Tile>(p, state, reinterpret_cast<float*>(shared + kRows * Tile::kQRow), walk[0], scratch[0]);
-    __syncthreads();  // shared memory is free for the next item
-  }
+  });
   clear_own_plan<WholeBlock>(p, scratch[0].ticket);
 }
 

@@ -33,7 +33,8 @@ extern "C" __attribute__((visibility("default"))) bool specdec_attention_sm90(co
                                                                               bool bfloat16) {
   using namespace specdec;
 #if defined(SPECDEC_FEW_INSTANCES)  // CI; the template is the same
-  return p.head_dim == 64 && bfloat16 && launch_hopper<BFloat16, 64>(p, launch);
+  constexpr int kDim = SPECDEC_FEW_HEAD_DIM == 128 ? 128 : 64;
+  return p.head_dim == kDim && bfloat16 && launch_hopper<BFloat16, kDim>(p, launch);
 #else
   if (p.head_dim == 64) return bfloat16 ? launch_hopper<BFloat16, 64>(p, launch) : launch_hopper<Half, 64>(p, launch);
   if (p.head_dim == 128)

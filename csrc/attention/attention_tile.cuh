@@ -3,7 +3,7 @@
 //   variant  rows   a warp has                      scores a warp holds   keys a step
 //   S        16     all rows, 16 keys of each tile  16 x 16               16
 //   M        32     all rows, 16 keys of each tile  32 x 16               16
-//   L        64     16 rows, all 64 keys            16 x 64 (16 at D 256)
+//   L        64     16 rows, all 64 keys            16 x 64 (D 256: 32; 16 with float8)
 //   XL       128    32 rows, all 64 keys            32 x 32, twice a tile (16 with float8 at D 128)
 //
 //   S, M:          keys 0..15   16..31   32..47   48..63         L, XL:        keys 0 .............. 63
@@ -30,10 +30,11 @@ SPECDEC_HD constexpr int position_of(int key) {
   return (key >> 1 & 7) * 8 + (key >> 4) * 2 + (key & 1);
 }
 
-// The threads that do an item's arithmetic and bookkeeping together: here the whole block.
+// The threads that do an item's arithmetic and bookkeeping together: here the whole block. Unsigned as threadIdx.x is:
+// a signed thread() / 32 is another value to the compiler, which keeps both, and XL has no register left for that.
 struct WholeBlock {
   static constexpr int kThreads = kMmaThreads;
-  __device__ __forceinline__ static int thread() { return threadIdx.x; }
+  __device__ __forceinline__ static uint32_t thread() { return threadIdx.x; }
   __device__ __forceinline__ static void sync() { __syncthreads(); }
 };
 
@@ -54,9 +55,9 @@ struct MmaTile {
   static constexpr int D = D_, DV = DV_, kRows = kRows_;
   static constexpr bool kFloat8 = sizeof(KV) == 1, kSplitKeys = kRows <= 32;
   static constexpr int kRowTiles = kSplitKeys ? kRows / 16 : kRows / 64;  // of 16 rows, a warp
-  static constexpr int kStepKeys = kSplitKeys || D == 256 || (kFloat8 && kRows * DV == 128 * 128) ? 16
-                                   : kRowTiles * DV >= 256                                        ? 32
-                                                                                                  : 64;
+  static constexpr int kStepKeys = kSplitKeys || (kFloat8 && kRows * DV == 128 * 128) ? 16
+                                   : kRowTiles * DV >= 256                            ? 32
+                                                                                      : 64;
   static constexpr int kSteps = kSplitKeys ? 1 : kTileKeys / kStepKeys;
   static constexpr int kFragments = kStepKeys / 8;  // of 8 keys
   static constexpr bool kQInRegisters = kRowTiles == 1 && D <= 128;

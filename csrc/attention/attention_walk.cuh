@@ -113,17 +113,6 @@ __device__ __forceinline__ int64_t true_items(const AttentionParams& p, int32_t 
   return p.num_kv_heads * ceil_div((end - begin) * p.group, tile_rows);
 }
 
-template <class Team>
-__device__ __forceinline__ void start_walk(const AttentionParams& p, int tile_rows, WalkState& state) {
-  if (Team::thread() == 0) {
-    state.walk = walk_of(p, tile_rows);
-    state.worker = blockIdx.x;
-    state.unit = -1;
-    state.n = 0;
-  }
-  Team::sync();
-}
-
 // Item `local` of the n-th request, on units [first, first + units): puts this worker's part of it, if it has one, into
 // `state`.
 template <class Team, int kRows>
@@ -155,10 +144,16 @@ __device__ __forceinline__ bool take_item(const AttentionParams& p, int32_t work
   return true;
 }
 
-// The team's next part of an item, in state.item, state.cut, state.part; false: none is left. The caller syncs the team
-// when it has done the item.
-template <class Team, int kRows>
-__device__ __forceinline__ bool next_item(const AttentionParams& p, WalkState& state) {
+// Calls body() for each of this worker's parts of items, which it finds in state.item, state.cut, state.part.
+template <class Team, int kRows, class Body>
+__device__ __forceinline__ void for_each_item(const AttentionParams& p, WalkState& state, Body body) {
+  if (Team::thread() == 0) {
+    state.walk = walk_of(p, kRows);
+    state.worker = blockIdx.x;
+    state.unit = -1;
+    state.n = 0;
+  }
+  Team::sync();
   const Walk& walk = state.walk;
   while (int64_t{state.worker} * walk.share < walk.total) {
     const int32_t worker = state.worker, begin = worker * walk.share;
@@ -187,10 +182,9 @@ __device__ __forceinline__ bool next_item(const AttentionParams& p, WalkState& s
       state.unit = over ? -1 : first + units;
       state.n = n;
     }
-    if (local >= 0 && take_item<Team, kRows>(p, worker, n, local, first, units, state)) return true;
-    Team::sync();
+    if (local >= 0 && take_item<Team, kRows>(p, worker, n, local, first, units, state)) body();
+    Team::sync();  // shared memory is free for the next item
   }
-  return false;
 }
 
 }  // namespace specdec

@@ -30,10 +30,10 @@ inline int multiprocessor_count(const Tensor&) {
   return 4;
 }  // enough to make every split and wave path run
 inline int64_t shared_memory_of_block(const Tensor&) {
-  return 163 << 10;
-}  // as on sm_80
+  return (::emulated::hopper ? 227 : 163) << 10;
+}  // as on sm_90 and sm_80
 inline int64_t shared_memory_of_multiprocessor(const Tensor&) {
-  return 164 << 10;
+  return (::emulated::hopper ? 228 : 164) << 10;
 }
 }  // namespace specdec
 #define SPECDEC_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
