@@ -34,7 +34,8 @@ _SWITCHES = ("norm_before_fc", "fc_norm", "norm_output")
 
 
 def save_head(head: DraftHead, folder: str | Path, *, with_embedding: bool = True, num_drafts: int = 5) -> Path:
-    """Write a head; `with_embedding` adds the target's (other engines want it), for which it must be bound."""
+    """Write a head. `with_embedding` adds the target's embedding, and its output rows if the head reads those; other
+    engines want both. The head must be bound for it."""
     from safetensors.torch import save_file
 
     c = head.config
@@ -47,7 +48,7 @@ def save_head(head: DraftHead, folder: str | Path, *, with_embedding: bool = Tru
         if head.embedding is None:
             raise ValueError("save_head: with_embedding: expected a head bound to its target, got one without")
         tensors["embed_tokens.weight"] = head.embedding[: c.vocab_size]
-        if c.kind == "mtp" and head.output is not None:
+        if c.kind in ("eagle3", "mtp") and head.output is not None:
             tensors["lm_head.weight"] = head.output
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -70,6 +71,8 @@ def load_head(folder: str | Path, *, num_layers: int | None = None) -> DraftHead
     t2d = tensors.pop("t2d", None)
     check_d2t(d2t, draft_vocab_size=config.draft_vocab_size, target_vocab_size=config.vocab_size, kind="offset")
     head = make_head(config, d2t)
+    if "lm_head.weight" not in tensors:
+        head.lm_head = None  # it reads the target's
     if t2d is not None and d2t is not None:
         known = torch.zeros(config.vocab_size, dtype=torch.bool)
         known[head.draft_ids] = True

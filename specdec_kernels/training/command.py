@@ -20,7 +20,7 @@ from specdec_kernels.training.heads import HeadTrainer, TrainOptions, feature_la
 from specdec_kernels.training.losses import LOSSES
 
 _PLACES = ("out", "features", "command", "resume")
-_OPTIONS = ("kind", "depths", "batch", "lr", "loss", "decay", "draft_vocab", "seed")
+_OPTIONS = ("kind", "depths", "rows", "batch", "lr", "loss", "decay", "draft_vocab", "seed")
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -36,11 +36,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--features", type=Path, help="folder of the features (default: in --out); heads can share one"
     )
     command.add_argument("--tokens", type=int, default=1_000_000, help="training tokens (default: %(default)s)")
+    command.add_argument("--chunks", type=int, help="compute and use only the first so many training chunks")
     command.add_argument("--held-out-tokens", type=int, default=32_768)
     command.add_argument("--length", type=int, default=512, help="tokens a chunk")
     command.add_argument("--prompt-tokens", type=int, help="let the target continue so many tokens of each chunk")
     command.add_argument("--epochs", type=float, default=3.0)
     command.add_argument("--depths", type=int, default=default.depths, help="rollout steps, or Medusa heads")
+    command.add_argument("--rows", type=int, default=default.rows, help="rows a chunk that go deeper; 0: all")
     command.add_argument("--batch", type=int, default=default.batch, help="chunks a step")
     command.add_argument("--lr", type=float, default=default.lr)
     command.add_argument("--loss", choices=LOSSES, default=default.loss)
@@ -52,7 +54,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--minutes", type=float, help="stop training after so long; --resume goes on")
     command.add_argument("--checkpoint-minutes", type=float, default=2.0)
     command.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out if there is one")
-    command.add_argument("--no-embedding", action="store_true", help="export without the target's embedding")
+    command.add_argument(
+        "--no-embedding", action="store_true", help="export without the target's embedding and output rows"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -69,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     with Progress("features") as progress:
         store = compute_features(
             options.features or options.out / "features", model, corpus, layers,
-            prompt_tokens=options.prompt_tokens, report=progress,
+            prompt_tokens=options.prompt_tokens, train_chunks=options.chunks, report=progress,
         )  # fmt: skip
     steps = max(1, int(options.epochs * max(1, store.num_chunks("train") // options.batch)))
     chosen = TrainOptions(num_steps=steps, dtype=options.dtype, **{name: getattr(options, name) for name in _OPTIONS})

@@ -39,13 +39,15 @@ def compute_features(
     *,
     shard_chunks: int = 32,
     prompt_tokens: int | None = None,
+    train_chunks: int | None = None,
     report: Callable[[int, int], None] | None = None,
 ) -> FeatureStore:
     """Run the target over the corpus, unless that was done; returns the store.
 
     layers: states to keep (see `HiddenStates`); the last one is always kept. prompt_tokens: keep only so many tokens of
-    each training chunk and let the target continue it greedily (on-policy data); None: the text itself. report(done,
-    total) is called with chunk counts. ValueError if `folder` holds features of something else.
+    each chunk and let the target continue it greedily (on-policy data); None: the text itself. train_chunks: do only
+    the first so many of the corpus's training chunks (None: all); the rest can be added later. report(done, total) is
+    called with chunk counts. ValueError if `folder` holds features of something else.
     """
     folder = Path(folder)
     layers = sorted({*layers, model.num_layers})
@@ -68,20 +70,23 @@ def compute_features(
     else:
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(meta, indent=2) + "\n")
-    total = len(corpus.train) + len(corpus.held_out)
+    shards = corpus.train.split(shard_chunks)
+    if train_chunks is not None:
+        shards = shards[: -(-train_chunks // shard_chunks)]  # whole ones, so that more can follow
+    total = sum(map(len, shards)) + len(corpus.held_out)
     done = 0
-    for part, chunks in (("train", corpus.train), ("held_out", corpus.held_out)):
+    for part, chunks in (("train", shards), ("held_out", corpus.held_out.split(shard_chunks))):
         (folder / part).mkdir(exist_ok=True)
-        for index, tokens in enumerate(chunks.split(shard_chunks)):
+        for index, tokens in enumerate(chunks):
             shard = folder / part / f"shard-{index:05}.safetensors"
             if not shard.with_suffix(".sha256").exists():
-                if prompt_tokens is not None and part == "train":
+                if prompt_tokens is not None:
                     tokens = continue_chunks(model, tokens, prompt_tokens)
                 _write(shard, shard_features(model, tokens, layers))
             done += len(tokens)
             if report is not None:
                 report(done, total)
-    return FeatureStore(folder)
+    return FeatureStore(folder, train_chunks)
 
 
 @torch.inference_mode()
@@ -138,10 +143,10 @@ def continue_chunks(model: Any, tokens: Tensor, prompt_tokens: int) -> Tensor:
 
 
 class FeatureStore:
-    """Reads what `compute_features` wrote. `meta`: its meta.json."""
+    """Reads what `compute_features` wrote. `meta`: its meta.json. `train_chunks`: use only the first so many."""
 
-    def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path, train_chunks: int | None = None):
+        self.folder, self.train_chunks = Path(folder), train_chunks
         path = self.folder / "meta.json"
         if not path.exists():
             raise FileNotFoundError(f"FeatureStore: folder: expected features with a meta.json, got {self.folder}")
@@ -149,7 +154,8 @@ class FeatureStore:
         self._open: dict[Path, Any] = {}
 
     def num_chunks(self, part: str) -> int:
-        return self.meta["chunks"][part]
+        count: int = self.meta["chunks"][part]
+        return count if part != "train" or self.train_chunks is None else min(count, self.train_chunks)
 
     def expect_target(self, model: Any) -> None:
         """ValueError unless the features are this model's."""

@@ -15,36 +15,41 @@ from torch import Tensor
 
 from specdec_kernels.engine.checkpoint import resolve_dtype
 from specdec_kernels.engine.head_files import save_head
-from specdec_kernels.engine.heads import AutoregressiveHead, DraftHead, HeadConfig, make_head
+from specdec_kernels.engine.heads import DraftHead, HeadConfig, make_head
+from specdec_kernels.training.begin import begin, input_scales
 from specdec_kernels.training.features import FeatureStore
 from specdec_kernels.training.losses import LOSSES
 from specdec_kernels.training.objective import batch_loss, make_batch, names_needed
+from specdec_kernels.training.optimizer import Optimizer
 
 _CHECKPOINT = "checkpoint.safetensors"
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """`depths`: rollout steps (of a Medusa set: its heads). `num_steps` optimizer steps of `batch` chunks; warm-up over
-    the first 5 %, then a cosine to a tenth of `lr`. `decay`: weight of a depth against the one before. `draft_vocab`:
-    most frequent tokens kept (0: all). `dtype` of the weights: None is the fastest here."""
+    """`depths`: rollout steps (of a Medusa set: its heads). `rows` of each chunk, drawn anew every time, go deeper than
+    the first step (of a Medusa set: are trained on); 0: all. `num_steps` optimizer steps of `batch` chunks; warm-up
+    over the first 5 %, then a cosine to a fiftieth of `lr`. `decay`: weight of a depth against the one before.
+    `draft_vocab`: most frequent tokens kept (0: all). `dtype` of the weights: None is the fastest here."""
 
     kind: str = "eagle3"
     depths: int = 4
+    rows: int = 64
     num_steps: int = 1000
     batch: int = 4
-    lr: float = 5e-4
+    lr: float = 0.02
     loss: str = "kl"
     decay: float = 0.8
     draft_vocab: int = 4096
     weight_decay: float = 0.01
-    clip: float = 0.5
+    clip: float = 1.0
     seed: int = 0
     dtype: str | None = None
 
     def validate(self) -> None:
         for name, holds, expected in (
             ("depths", self.depths >= 1, "at least 1"),
+            ("rows", self.rows >= 0, "a number of rows, or 0 for all"),
             ("num_steps", self.num_steps >= 1, "at least 1"),
             ("batch", self.batch >= 1, "at least 1"),
             ("lr", self.lr > 0, "a positive rate"),
@@ -64,8 +69,8 @@ def feature_layers(kind: str, num_layers: int) -> tuple[int, ...]:
 
 
 def new_head(model: Any, options: TrainOptions, store: FeatureStore) -> DraftHead:
-    """A head of the target's own shape: its width, heads and rotary positions, one of its layers deep. The output
-    matrix, the norms and, where shapes allow, the layer itself begin as copies of the target's last ones."""
+    """A head of the target's own shape: its width, heads and rotary positions, one layer deep. It reads the target's
+    own output matrix, and begins at the linear guess of `begin`."""
     torch.manual_seed(options.seed)
     text = model.module.config.get_text_config()
     d2t = None
@@ -87,32 +92,16 @@ def new_head(model: Any, options: TrainOptions, store: FeatureStore) -> DraftHea
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-5),
         rope_theta=float(rope.get("rope_theta") or getattr(text, "rope_theta", None) or 10000.0),
         max_positions=model.max_context,
+        norm_before_residual=options.kind == "eagle3",  # states differ in size by orders of magnitude
         num_medusa=options.depths if options.kind == "medusa" else 0,
         target=model.name,
         fingerprint=model.fingerprint() if hasattr(model, "fingerprint") else "",
     )
     head = make_head(config, d2t)
+    head.lm_head = None
     head.bind(model.embedding(), model.output_matrix())
-    _copy_from_target(head, model)
+    begin(head, store, model.num_layers)
     return head
-
-
-@torch.no_grad()
-def _copy_from_target(head: DraftHead, model: Any) -> None:
-    if head.lm_head is not None:
-        head.lm_head.weight.copy_(model.output_matrix()[head.draft_ids])
-    if not isinstance(head, AutoregressiveHead):
-        return
-    own = {name: value for name, value in model.module.get_decoder().layers[-1].named_parameters()}
-    for name, value in head.layers[0].named_parameters():
-        theirs = own.get(name)
-        if theirs is None:
-            continue
-        if theirs.shape == value.shape:
-            value.copy_(theirs)
-        elif theirs.dim() == 2 and value.shape == (theirs.shape[0], 2 * theirs.shape[1]):  # EAGLE-3: [token, state]
-            value[:, theirs.shape[1] :].copy_(theirs)
-            value[:, : theirs.shape[1]].mul_(0.5)
 
 
 class HeadTrainer:
@@ -148,7 +137,8 @@ class HeadTrainer:
         self.output_rows = model.output_matrix()[head.draft_ids].to(dtype)
         self.names = names_needed(head, self.num_layers)
         self.losses: list[float] = []
-        self._moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self.masters.items()}
+        scales = {name: value.to(model.device) for name, value in input_scales(head, store).items()}
+        self.optimizer = Optimizer(self.masters, scales, weight_decay=options.weight_decay, clip=options.clip)
         self._publish()
 
     @property
@@ -183,10 +173,12 @@ class HeadTrainer:
         """One optimizer step; returns its loss."""
         stored = self.store.batch("train", self._chunks(self.step), self.names)
         batch = make_batch(self.head, stored, self.num_layers, self.output_rows)
-        loss = batch_loss(self.head, batch, self.options.depths, self.options.loss, self.options.decay)
+        o, rows = self.options, self._rows(*batch.tokens.shape)
+        loss = batch_loss(self.head, batch, o.depths, o.loss, o.decay, rows=rows)
         self.head.zero_grad(set_to_none=True)
         loss.backward()
-        self._update({name: p.grad.float() for name, p in self.head.named_parameters() if p.grad is not None})
+        grads = {name: p.grad.float() for name, p in self.head.named_parameters() if p.grad is not None}
+        self.optimizer.update(grads, self.learning_rate(self.step), self.step)
         self._publish()
         self.losses.append(loss.item())
         return self.losses[-1]
@@ -196,7 +188,7 @@ class HeadTrainer:
         if step < warm:
             return self.options.lr * (step + 1) / warm
         done = (step - warm) / max(1, self.options.num_steps - warm)
-        return self.options.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+        return self.options.lr * (0.02 + 0.49 * (1 + math.cos(math.pi * done)))
 
     def _chunks(self, step: int) -> list[int]:
         count = self.store.num_chunks("train")
@@ -205,22 +197,14 @@ class HeadTrainer:
         order = torch.randperm(count, generator=torch.Generator().manual_seed(self.options.seed * 65537 + epoch))
         return order[place * size : (place + 1) * size].tolist()
 
-    @torch.no_grad()
-    def _update(self, grads: dict[str, Tensor]) -> None:
-        """AdamW on the masters (Loshchilov and Hutter, 2019), after clipping the gradient's norm."""
-        norm = torch.stack([g.norm() for g in grads.values()]).norm()
-        if not torch.isfinite(norm):
-            raise ValueError(f"HeadTrainer: gradient: expected finite values at step {self.step}, got {norm.item()}")
-        scale = (self.options.clip / norm).clamp(max=1.0)
-        rate, count, (b1, b2) = self.learning_rate(self.step), self.step + 1, (0.9, 0.95)
-        for name, grad in grads.items():
-            master, (m, v) = self.masters[name], self._moments[name]
-            grad = grad * scale
-            m.lerp_(grad, 1 - b1)
-            v.lerp_(grad * grad, 1 - b2)
-            if master.dim() > 1:
-                master.mul_(1 - rate * self.options.weight_decay)
-            master.addcdiv_(m / (1 - b1**count), (v / (1 - b2**count)).sqrt_().add_(1e-8), value=-rate)
+    def _rows(self, count: int, length: int) -> Tensor | None:
+        """int64 [count, rows], ascending: rows of this step's chunks that go deeper."""
+        usable = length - self.options.depths
+        if self.options.rows == 0 or self.options.rows >= usable:
+            return None
+        draw = torch.Generator().manual_seed((self.options.seed << 32) + self.step)
+        order = torch.rand(count, usable, generator=draw).argsort(1)[:, : self.options.rows]
+        return order.sort(1).values.to(self.output_rows.device)
 
     @torch.no_grad()
     def _publish(self) -> None:
@@ -235,8 +219,8 @@ class HeadTrainer:
 
         tensors = {"losses": torch.tensor(self.losses, dtype=torch.float64)}
         for name, master in self.masters.items():
-            m, v = self._moments[name]
-            tensors |= {f"master.{name}": master, f"m.{name}": m, f"v.{name}": v}
+            tensors[f"master.{name}"] = master
+            tensors |= {f"{prefix}.{name}": m for prefix, m in zip("mv", self.optimizer.moments[name])}
         if self.head.d2t is not None:
             tensors["d2t"] = self.head.d2t
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -265,7 +249,7 @@ class HeadTrainer:
             raise ValueError("HeadTrainer: resume: expected the checkpoint's draft vocabulary, got another")
         for name, master in self.masters.items():
             master.copy_(stored[f"master.{name}"])
-            for moment, prefix in zip(self._moments[name], ("m", "v")):
+            for prefix, moment in zip("mv", self.optimizer.moments[name]):
                 moment.copy_(stored[f"{prefix}.{name}"])
         self.losses = stored["losses"].tolist()
         self._publish()
@@ -276,4 +260,5 @@ class HeadTrainer:
 
     def _run(self) -> dict[str, Any]:
         meta = self.store.meta
-        return {**asdict(self.options), "tokens": meta["tokens"], "fingerprint": meta["fingerprint"]}
+        return {**asdict(self.options), "tokens": meta["tokens"], "chunks": self.store.num_chunks("train"),
+                "fingerprint": meta["fingerprint"]}  # fmt: skip

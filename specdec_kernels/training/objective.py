@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from specdec_kernels.engine.heads import AutoregressiveHead, DraftHead, MedusaHead
 from specdec_kernels.training.losses import Teacher, law_loss, teacher_law
-from specdec_kernels.training.rollout import rollout, shifted
+from specdec_kernels.training.rollout import rollout, shifted, taken
 
 
 class HeadBatch(NamedTuple):
@@ -25,13 +25,15 @@ class HeadBatch(NamedTuple):
 
 
 class DepthOutput(NamedTuple):
-    """Depth d = 1, 2, ... of all chains: logits [B, T, Vd] of row i are for the token behind position i + d; valid bool
-    [B, T]; predicted: states [B, T, H] for EAGLE's feature loss, or None."""
+    """Depth d = 1, 2, ... of chains: logits [B, T, Vd] of row i are for the token behind position i + d; valid bool
+    [B, T]; predicted: states [B, T, H] for EAGLE's feature loss, or None. rows: int64 [B, S], those that all this is
+    given for, or None for all T."""
 
     depth: int
     logits: Tensor
     valid: Tensor
     predicted: Tensor | None
+    rows: Tensor | None = None
 
 
 def names_needed(head: DraftHead, num_layers: int) -> list[str]:
@@ -51,32 +53,39 @@ def make_batch(head: DraftHead, stored: dict[str, Tensor], num_layers: int, outp
     return HeadBatch(stored["tokens"].long(), features, last, teacher)
 
 
-def depths(head: DraftHead, batch: HeadBatch, num_depths: int) -> Iterator[DepthOutput]:
-    """What the head says at each depth of the chains that begin at every row."""
+def depths(head: DraftHead, batch: HeadBatch, num_depths: int, rows: Tensor | None = None) -> Iterator[DepthOutput]:
+    """What the head says at each depth of the chains that begin at every row, or at `rows` int64 [B, S]; of an
+    autoregressive head, whose other rows are context, these are the ones that go deeper than 1."""
     length = batch.tokens.shape[1]
     places = torch.arange(length, device=batch.tokens.device).expand(batch.tokens.shape)
     if isinstance(head, MedusaHead):
-        logits = head(batch.features)
+        logits = head(taken(batch.features, rows))
         for depth in range(1, num_depths + 1):
-            yield DepthOutput(depth, logits[:, :, depth - 1], places + depth < length, None)
+            yield DepthOutput(depth, logits[:, :, depth - 1], taken(places, rows) + depth < length, None, rows)
         return
     assert isinstance(head, AutoregressiveHead)
-    for depth, state in enumerate(rollout(head, batch.tokens, batch.features, num_depths), 1):
-        predicted = state if head.config.kind == "eagle" else None
-        yield DepthOutput(depth, head.logits(state), places + depth < length, predicted)
+    for depth, state in enumerate(rollout(head, batch.tokens, batch.features, num_depths, rows), 1):
+        predicted, going = state if head.config.kind == "eagle" else None, rows if depth > 1 else None
+        yield DepthOutput(depth, head.logits(state), taken(places, going) + depth < length, predicted, going)
 
 
 def batch_loss(
-    head: DraftHead, batch: HeadBatch, num_depths: int, kind: str, decay: float, feature_weight: float = 1.0
+    head: DraftHead,
+    batch: HeadBatch,
+    num_depths: int,
+    kind: str,
+    decay: float,
+    feature_weight: float = 1.0,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Mean loss over rows and depths; depth d weighs decay ** (d - 1). EAGLE also learns the target's states."""
     total = batch.last.new_zeros((), dtype=torch.float32)
     weights = 0.0
-    for out in depths(head, batch, num_depths):
-        law = shifted(batch.teacher.log_probs, out.depth)[out.valid]
+    for out in depths(head, batch, num_depths, rows):
+        law = taken(shifted(batch.teacher.log_probs, out.depth), out.rows)[out.valid]
         loss = law_loss(kind, law, out.logits[out.valid]).mean()
         if out.predicted is not None:
-            wanted = shifted(batch.last, out.depth)[out.valid].float()
+            wanted = taken(shifted(batch.last, out.depth), out.rows)[out.valid].float()
             loss = loss + feature_weight * F.smooth_l1_loss(out.predicted[out.valid].float(), wanted)
         weight = decay ** (out.depth - 1)
         total, weights = total + weight * loss, weights + weight
