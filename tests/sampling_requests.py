@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from python_ref.sampling_verify import verify_request
 from tests.conftest import Backend
 from tests.sampling_helpers import emitted, floats, ints, path, sampling_tensors, tree_tensors, verify
 
+ONE_IN = {"triton_interpret": 29, "triton_ptx": 29}  # of enumerated requests: seconds each
 EPSILON = 1e-5  # distance of swept coins from their float64 threshold
 
 
@@ -129,6 +130,11 @@ def parameters_of(backend: Backend, requests: Sequence[Request], parameters: Seq
     )
 
 
+def share(backend: Backend, requests: Iterable[Request]) -> list[Request]:
+    """All of them, or every n-th on paths that take a second for one."""
+    return list(requests)[:: ONE_IN.get(backend.name, 1)]
+
+
 def compare(
     backend: Backend, requests: Sequence[Request], method: str, *, margin: float = 4e-6, clear: float = 0.98, **options
 ) -> int:
@@ -144,7 +150,9 @@ def compare(
         assert emitted(found, index) == right.tokens, what
         assert path(found, index) == right.nodes, what
         assert int(found.flags[index]) == right.flags, what
-    assert compared >= clear * len(requests), f"only {compared} of {len(requests)} decisions are clear"
+    assert compared >= min(clear * len(requests), len(requests) - 1), (
+        f"only {compared} of {len(requests)} decisions are clear"
+    )
     return compared
 
 

@@ -1,6 +1,7 @@
 """Statistical mode: many identical requests in one call, several consecutive steps, against the exact joint laws.
 
-CI draws 5 * 10^4 requests a suite (10^4 off the CPU), `--long` 10^6. Controls: test_distribution_controls.py.
+CI draws 5 * 10^4 requests a suite, `--long` 10^6; off the CPU 10^4 and 10^5, on the emulated path as many as end in
+minutes (`--long -k "emulated and rejection-tree"` picks one suite of one path). Controls: test_distribution_controls.py.
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ CHAIN = chain(4)
 FULL_TREE = [-1, 0, 0, 0, 0] + [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4  # 21 nodes
 RAGGED_TREE = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 7]
 CHUNK = 50_000
+EMULATED = {"emulated": 3000}  # requests a suite, where more would take longer than minutes
 
 
 def requests(backend: Backend, config: pytest.Config, share: float = 1.0) -> int:
+    if backend.name in EMULATED:
+        return EMULATED[backend.name]
     if backend.device != "cpu" or backend.selector is not None:
         return 100_000 if config.getoption("--long") else 10_000
     return 1_000_000 if config.getoption("--long") else int(50_000 * share)

@@ -25,6 +25,7 @@ from tests.sampling_helpers import (
 from tests.sampling_requests import Request, run
 
 ALMOST_ONE = 1 - 2.0**-24  # a coin that accepts nothing
+INTERPRETED = ("triton_interpret", "triton_ptx")  # seconds a row: narrow rows, few of them
 
 
 class WatchedDice(PhiloxDice):
@@ -76,23 +77,29 @@ def compare_races(backend: Backend, requests: list[Request], method: str, margin
 def test_recovered_tokens_equal_the_reference(vocab, method, backend: Backend):
     draws = np.random.default_rng(vocab)
     shapes = [{}, {"temperature": 0.4}, {"top_k": 20}, {"top_p": 0.8, "temperature": 1.6}, {"min_p": 0.02}]
-    requests = [rejected(draws, vocab, 0.7, seed, **shapes[seed % len(shapes)]) for seed in range(40)]
+    if backend.name in INTERPRETED and vocab > 1025:
+        pytest.skip(f"outside the sizes of backend {backend.name}")
+    count = 10 if backend.name in INTERPRETED else 40
+    requests = [rejected(draws, vocab, 0.7, seed, **shapes[seed % len(shapes)]) for seed in range(count)]
     compared, _ = compare_races(backend, requests, method, 2e-5)
-    assert compared > 30
+    assert compared > 0.7 * count
 
 
 def test_thin_residuals_are_decided_token_by_token(backend: Backend):
     """Drafts near their target leave few per cent to few per ten thousand of the mass: many races end undecided."""
     draws = np.random.default_rng(1)
-    requests = [rejected(draws, 3000, (0.1, 0.02, 0.004, 0.001)[seed % 4], seed) for seed in range(48)]
+    count, vocab = (12, 1100) if backend.name in INTERPRETED else (48, 3000)
+    requests = [rejected(draws, vocab, (0.1, 0.02, 0.004, 0.001)[seed % 4], seed) for seed in range(count)]
     compared, undecided = compare_races(backend, requests, "rejection", 2e-5)
-    assert compared > 30
-    assert 8 < undecided < 40
+    assert compared > 0.6 * count
+    assert count / 6 < undecided < 5 * count / 6
 
 
 def test_all_ids_equal(backend: Backend):
     """Ties everywhere, a top-k that cuts through them: every kept id but the rejected one is drawn evenly."""
     count, vocab, kept = 2000 if backend.selector is None else 200, 2100, 40
+    if backend.name in INTERPRETED:
+        count, vocab, kept = 60, 1100, 8
     counts = np.zeros(vocab)
     rows = np.zeros((2 * count, vocab), dtype=np.float32)
     out = verify(
@@ -109,6 +116,8 @@ def test_all_ids_equal(backend: Backend):
 @pytest.mark.parametrize("shift", [1.0, 0.02], ids=["fat", "thin"])
 def test_law_of_recovered_tokens(shift, backend: Backend):
     """Chi-square over the 30 likeliest ids and 20 classes of the rest, ids from all places of many groups."""
+    if backend.name in INTERPRETED:
+        pytest.skip(f"outside the sizes of backend {backend.name}")
     total, chunk, vocab = (20_000, 4000, 2500) if backend.selector is None else (600, 300, 2500)
     request = rejected(np.random.default_rng(5), vocab, shift, 0)
     p, q = softmax(request.logits[0]), softmax(request.draft_logits[0])
