@@ -81,4 +81,4 @@ def test_predictions_are_those_of_the_model():
     rounds = 64_000 / 12_288
     assert found.form == "eager"
     assert found.bytes == found.floor_bytes == 48 * 64_000
-    assert found.seconds == pytest.approx(rounds * (0.8e-6 + 0.35e-6) + rounds * 0.35e-6 / 16 + 8e-6)
+    assert found.seconds == pytest.approx(rounds * 1.15e-6 + 3 * rounds * 0.35e-6 / 16 + 8 * 0.35e-6 + 8e-6)
