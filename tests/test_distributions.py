@@ -1,7 +1,7 @@
 """Statistical mode: many identical requests in one call, several consecutive steps, against the exact joint laws.
 
 CI draws 5 * 10^4 requests a suite, `--long` 10^6; off the CPU 10^4 and 10^5, on the emulated path as many as end in
-minutes (`--long -k "emulated and rejection-tree"` picks one suite of one path). Controls: test_distribution_controls.py.
+minutes (`--long -k "emulated and rejection-tree"` picks a suite of one path). Controls: test_distribution_controls.py.
 """
 
 from __future__ import annotations
