@@ -7,8 +7,8 @@ alike. An arm's seconds a token are
 
     mean seconds of a step * mean steps of a request / (batch * tokens of a request)
 
-with steps of full batches without prefill, and over the requests that the policy ended. Under a fixed number of drafts a
-text takes the same steps whatever else is served: these are counted once, by replay. So no arm gains by what part of
+with steps of full batches without prefill, and over the requests that the policy ended. Under a fixed number of drafts
+a text takes the same steps whatever else is served: these are counted once, by replay. So no arm gains by what part of
 the queue it happened to serve.
 
 Plain decoding wrote the texts first, and every arm writes these again: the model runs in full, then the recorded token
