@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import importlib.util
 import json
 import os
 import re
+import shutil
 import zlib
 from pathlib import Path
 
@@ -50,14 +52,17 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Skips by reason against tests/skips.json: {pattern: [most, why]}; a reason that no pattern covers counts as 0."""
+    """Skips by reason against tests/skips.json: {pattern: [most, why, tool]}; a reason that no pattern covers counts as
+    0, and so does one whose tool (a program or a module; may be left out) is here."""
     if not session.config.getoption("--check-skips") or hasattr(session.config, "workerinput"):
         return  # with pytest-xdist the controller counts: every report passes through it
     allowed = json.loads(Path(__file__).with_name("skips.json").read_text())
     totals: collections.Counter[str] = collections.Counter()
     for reason, count in _skipped.items():
         totals[next((p for p in allowed if re.fullmatch(p, reason)), reason)] += count
-    grown = {r: n for r, n in totals.items() if n > (allowed[r][0] if r in allowed else 0)}
+    here = lambda tool: shutil.which(tool) or importlib.util.find_spec(tool)  # noqa: E731
+    most = {r: 0 if any(map(here, tools)) else count for r, (count, _, *tools) in allowed.items()}
+    grown = {r: n for r, n in totals.items() if n > most.get(r, 0)}
     session.config.stash[_GROWN] = (totals, grown)
     if grown and session.exitstatus == 0:
         session.exitstatus = 1
