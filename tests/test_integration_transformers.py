@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import collections
+import copy
 
 import pytest
 import torch
 
-from specdec_kernels.engine import Draft
+from specdec_kernels.engine import Draft, TransformersModel
+from specdec_kernels.engine.drafters.draft_model import DraftModelDrafter
+from specdec_kernels.engine.drafters.eagle import EagleDrafter
+from specdec_kernels.engine.drafters.medusa import MedusaDrafter
 from specdec_kernels.integrations.transformers import _filters, specdec_generate
+from tests.head_models import KINDS, MEDUSA_TREE, random_head
 
 transformers = pytest.importorskip("transformers")
 
@@ -57,6 +62,40 @@ def test_greedy_ragged_batches_give_the_same_ids(model, drafter, tmp_path, monke
     assert torch.equal(model.generate(**part, do_sample=False), theirs)  # its own loop still works
 
 
+def counting(kind: str, model):
+    """(A drafter, the number of drafts of each of its calls). With random weights drafts are mostly wrong; for sampled
+    requests they are drawn."""
+    target = TransformersModel(copy.deepcopy(model), name="copy", pack=False)
+    if kind == "draft_model":
+        drafter = DraftModelDrafter(target, num_drafts=3)  # the target itself
+    elif kind == "medusa":
+        drafter = MedusaDrafter(random_head(kind, target), paths=MEDUSA_TREE)
+    else:
+        drafter = EagleDrafter(random_head(kind, target), top_k=3, depth=3, num_nodes=8)
+    propose, sizes = drafter.propose, []
+
+    def counted(*arguments):
+        drafts = propose(*arguments)
+        sizes.append(sum(map(len, drafts)))
+        return drafts
+
+    drafter.propose = counted
+    return drafter, sizes
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_ids_are_the_same_with_every_drafter(model, kind, count):
+    ids, mask = prompts(count, seed=9)
+    for first in range(0, count, 4):
+        part = {"input_ids": ids[first : first + 4], "attention_mask": mask[first : first + 4], "max_new_tokens": 12}
+        theirs = model.generate(**part, do_sample=False)
+        drafter, sizes = counting(kind, model)
+        ours = model.generate(**part, do_sample=False, custom_generate=specdec_generate(drafter, num_drafts=8))
+        assert torch.equal(ours, theirs)
+        assert sum(sizes) > 20
+
+
 class Wrong:
     """Drafts that are right for a step, then wrong: both ends of a step are exercised."""
 
@@ -64,6 +103,20 @@ class Wrong:
 
     def propose(self, states, limits, context):
         return [Draft((s.tokens[-1], (s.tokens[-1] + 1) % VOCAB), (0, 0)) if m.nodes >= 2 else Draft() for s, m in zip(states, limits)]  # fmt: skip  # noqa: E501
+
+
+class Likely:
+    """The same two siblings whenever there is room."""
+
+    name = "likely"
+
+    def __init__(self, tokens):
+        self.tokens, self.sizes = tuple(tokens), []
+
+    def propose(self, states, limits, context):
+        drafts = [Draft(self.tokens, (0, 0)) if m.nodes >= 2 and m.depth else Draft() for m in limits]
+        self.sizes.append(sum(map(len, drafts)))
+        return drafts
 
 
 PROCESSORS = {
@@ -124,39 +177,45 @@ SAMPLED = {
 }
 
 
-@pytest.mark.parametrize("name", list(SAMPLED))
+@pytest.mark.parametrize(
+    ("name", "drafter"),
+    [(name, "fixed") for name in SAMPLED] + [pytest.param("filters", kind, marks=pytest.mark.long) for kind in KINDS],
+)
 @pytest.mark.timeout(600)
-def test_the_sampled_law_of_two_tokens(model, name):
-    """Chi-square of the second and third token, jointly, against the product of transformers' own processed laws."""
-    import numpy as np
-
+def test_the_sampled_law_of_two_tokens(model, name, drafter):
+    """Chi-square of the second and third new token, jointly, against transformers' own processed laws. The first is
+    drawn with the prompt's last row: drafts are made from the second on."""
     from specdec_kernels.integrations import transformers as ours
 
     ids = torch.tensor([[7, 8, 9, 7, 8]])
-    options = {"do_sample": True, "max_new_tokens": 2, **SAMPLED[name]}
+    options = {"do_sample": True, "max_new_tokens": 3, **SAMPLED[name]}
     processors = model._get_logits_processor(
         model._prepare_generation_config(None, **options)[0], input_ids_seq_length=5, device="cpu", model_kwargs={}
     )
     assert (ours._filters(list(processors)) is None) == (name != "filters")
-
-    def law(text):
+    texts, mass = ids, torch.ones(1, dtype=torch.float64)
+    for _ in range(3):
         with torch.inference_mode():
-            row = model(torch.tensor([text])).logits[:, -1].float()
-        return processors(torch.tensor([text]), row).softmax(-1)[0].double().numpy()
-
-    first = law(ids[0].tolist())
-    expected = collections.Counter()
-    for a in np.flatnonzero(first):
-        second = law([*ids[0].tolist(), int(a)])
-        for b in np.flatnonzero(second):
-            expected[int(a), int(b)] = first[a] * second[b]
+            rows = model(texts).logits[:, -1].float()
+        laws = processors(texts, rows).softmax(-1).double()
+        parent, token = laws.nonzero(as_tuple=True)
+        texts, mass = torch.cat([texts[parent], token[:, None]], 1), mass[parent] * laws[parent, token]
+    expected: collections.Counter = collections.Counter()
+    for pair, p in zip(texts[:, 6:].tolist(), mass.tolist()):
+        expected[tuple(pair)] += p
     torch.manual_seed(11)
-    count = 3000
+    count = 1500 if drafter == "fixed" else 3000
     seen: collections.Counter = collections.Counter()
-    rows = ids.repeat(250, 1)
+    if drafter == "fixed":
+        second = torch.zeros(VOCAB, dtype=torch.float64).index_add_(0, texts[:, 6], mass)
+        chosen = Likely(second.topk(2).indices.tolist())
+        sizes = chosen.sizes
+    else:
+        chosen, sizes = counting(drafter, model)
     for _ in range(count // 250):
-        out = model.generate(rows, **options, custom_generate=specdec_generate("ngram"))
-        seen.update(tuple(pair) for pair in out[:, 5:].tolist())
+        out = model.generate(ids.repeat(250, 1), **options, custom_generate=specdec_generate(chosen, num_drafts=8))
+        seen.update(tuple(pair) for pair in out[:, 6:].tolist())
+    assert sum(sizes) >= count / 8
     assert chi_square(seen, expected, count) > 1e-9
     assert set(seen) <= set(expected)
     sharper = {pair: p**2 for pair, p in expected.items()}
@@ -165,16 +224,22 @@ def test_the_sampled_law_of_two_tokens(model, name):
 
 
 def chi_square(seen, expected, count: int) -> float:
-    """p-value over cells of at least 5 expected, the others together."""
+    """p-value over cells that expect at least 5: thin ones are merged by falling mass, however many there are."""
     from scipy.stats import chi2
 
-    large = {cell: p for cell, p in expected.items() if p * count >= 5}
-    rest = max(1 - sum(large.values()), 0.0)
-    statistic = sum((seen[cell] - p * count) ** 2 / (p * count) for cell, p in large.items())
-    others = count - sum(seen[cell] for cell in large)
-    if rest * count >= 5:
-        statistic += (others - rest * count) ** 2 / (rest * count)
-    return float(chi2.sf(statistic, len(large) + (rest * count >= 5) - 1))
+    groups: list[list[float]] = []  # expected, seen
+    full = True
+    for cell, p in sorted(expected.items(), key=lambda item: (-item[1], item[0])):
+        if full:
+            groups.append([0.0, 0.0])
+        groups[-1][0] += p * count
+        groups[-1][1] += seen[cell]
+        full = groups[-1][0] >= 5
+    if not full and len(groups) > 1:
+        rest = groups.pop()
+        groups[-1] = [a + b for a, b in zip(groups[-1], rest)]
+    assert len(groups) > 2, "too few draws to tell laws apart"
+    return float(chi2.sf(sum((b - a) ** 2 / a for a, b in groups), len(groups) - 1))
 
 
 def test_torchs_seed_reproduces_a_run(model):

@@ -162,7 +162,7 @@ def test_the_law_of_the_first_token_with_filters_a_request(monkeypatch, drawn):
     """Requests of three temperatures and filters in one batch: each has its own law, whatever the drafts."""
     fake_vllm(monkeypatch, own_forward)
     torch.manual_seed(5)
-    vocab, rounds = 8, 20000
+    vocab, rounds = 8, 8000
     row, draft_row = torch.randn(vocab) * 2, torch.randn(vocab)
     options = [(1.0, 0, 1.0), (0.5, 3, 1.0), (1.5, 0, 0.8)]
     laws = []
