@@ -12,6 +12,7 @@ import functools
 import importlib
 import logging
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,8 +205,38 @@ def _namespace(op: str, backend: str | None, device: str) -> str:
     )
 
 
+def covers(archs: str, major: int, minor: int) -> bool:
+    """Whether code for `archs`, as "8.0;9.0a;12.0+PTX", runs on a GPU of this compute capability: binaries run on later
+    GPUs of their major version, those of an "a" on its own alone, PTX on all later ones. Unknown words cover all."""
+    for arch in archs.replace(" ", ";").split(";"):
+        found = re.fullmatch(r"(\d+)\.(\d)(a?)(\+PTX)?", arch)
+        if found is None:
+            return True
+        built = (int(found[1]), int(found[2]))
+        if built == (major, minor) or (not found[3] and built <= (major, minor) and (found[4] or built[0] == major)):
+            return True
+    return False
+
+
+def _expect_architecture(op: str) -> None:
+    """NotImplementedError if this build's CUDA code does not run on the current GPU."""
+    try:
+        archs = str(importlib.import_module("specdec_kernels._C").build_info()["cuda_archs"])
+    except ImportError:  # made for another Python: the driver will say it in its words
+        return
+    major, minor = torch.cuda.get_device_capability()
+    if archs and not covers(archs, major, minor):
+        raise NotImplementedError(
+            f"{op}: backend: native on cuda has code for {archs}, this GPU is sm_{major}{minor} "
+            f'(TORCH_CUDA_ARCH_LIST="{major}.{minor}" pip install --no-build-isolation . in the source folder, or '
+            "backend='triton')"
+        )
+
+
 @functools.cache
 def _resolve(op: str, backend: str | None, device: str) -> Any:
+    if device == "cuda" and _namespace(op, backend, device) == "specdec":
+        _expect_architecture(op)
     return getattr(getattr(torch.ops, _namespace(op, backend, device)), op).default
 
 
