@@ -117,14 +117,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=16, help="half of them for the prediction")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "local")
+    parser.add_argument("--out", type=Path, help="JSONL file that the rows are appended to")
     options = parser.parse_args(argv)
     if options.quick:
         options.prompts, options.max_tokens, options.rounds, options.batches = 4, 32, 1, "1,2"
     model = load_model("smollm2")
     prompts, candidates = prompts_of(model.tokenizer)[: options.prompts], candidates_for(model)
     batches = [int(b) for b in options.batches.split(",")]
-    options.out.mkdir(parents=True, exist_ok=True)
     tokens = max(options.max_tokens, 3 * (1 + max(c.num_drafts for c in candidates.values())))
     for batch in batches:
         with machine.Quiet() as quiet:
@@ -133,15 +132,23 @@ def main(argv: Sequence[str] | None = None) -> int:
                 turns=3 if options.quick else 9, report=lambda line: print(line, flush=True),
             )  # fmt: skip
             gains = measured(model, candidates, prompts[1::2], batch, tokens, options.rounds)
-        with (options.out / "advisor.jsonl").open("a") as file:
-            for row in rows_of(selection, gains, batch):
-                row |= {"gated": True, "foreign_cpu": round(quiet.foreign, 3), **machine.describe()}
-                file.write(json.dumps(row) + "\n")
-                print(
-                    f"batch {batch}, {row['candidate']}: predicted {row['predicted']} ({row['predicted_low']} to "
-                    f"{row['predicted_high']}), measured {row['measured']} ({row['measured_min']} to "
-                    f"{row['measured_max']}); chosen {row['chosen']}, best {row['best']}", flush=True,
-                )  # fmt: skip
+        rows = rows_of(selection, gains, batch)
+        for row in rows:
+            row |= {
+                "family": "advisor",
+                "gated": True,
+                "foreign_cpu": round(quiet.foreign, 3),
+                "machine": machine.describe(),
+            }
+            print(
+                f"batch {batch}, {row['candidate']}: predicted {row['predicted']} ({row['predicted_low']} to "
+                f"{row['predicted_high']}), measured {row['measured']} ({row['measured_min']} to "
+                f"{row['measured_max']}); chosen {row['chosen']}, best {row['best']}", flush=True,
+            )  # fmt: skip
+        if options.out:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            with options.out.open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
     return 0
 
 

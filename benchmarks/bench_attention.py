@@ -25,7 +25,7 @@ import specdec_kernels as sk
 from benchmarks import attention_workload as workloads
 from benchmarks import machine
 from benchmarks.attention_workload import Workload
-from benchmarks.harness import Bench
+from benchmarks.harness import Bench, add_options
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "f16": torch.float16}
 
@@ -156,8 +156,7 @@ SECTIONS = {"grid": grid, "mask": mask, "ragged": ragged, "prefix": prefix}
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--quick", action="store_true")
+    add_options(parser)
     parser.add_argument("--sections", nargs="*", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--providers", nargs="*", choices=["torch", "flex", "vllm"], default=["torch"])
     parser.add_argument("--dtypes", nargs="*", choices=DTYPES, default=["bf16", "f32"])
@@ -170,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
         options.dtypes, options.batch, options.context, options.nodes = ["bf16"], [1], [1024], [1, 26]
         options.rounds = 5
     torch.manual_seed(0)
-    bench = Bench("attention", options.out, rounds=options.rounds)
+    bench = Bench("attention", options.out, rounds=options.rounds, resume=options.resume)
     for name, dtype in itertools.product(options.sections, options.dtypes):
         SECTIONS[name](bench, options, dtype)
     return 0

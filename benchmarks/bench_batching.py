@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 import torch
 
 import specdec_kernels as sk
-from benchmarks.harness import Bench
+from benchmarks.harness import Bench, add_options
 
 
 def bench_plan(bench: Bench, requests: int) -> None:
@@ -66,10 +65,9 @@ def bench_rows(bench: Bench, requests: int, hidden: int) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_batching")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", type=Path)
+    add_options(parser)
     options = parser.parse_args(argv)
-    bench = Bench("batching", options.out, rounds=8 if options.quick else 40)
+    bench = Bench("batching", options.out, rounds=8 if options.quick else 40, resume=options.resume)
     for requests in [64] if options.quick else [1, 64, 512]:
         bench_plan(bench, requests)
     for requests, hidden in [(8, 1024)] if options.quick else [(1, 4096), (8, 4096), (64, 4096)]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import specdec_kernels as sk
-from benchmarks.harness import Bench
+from benchmarks.harness import Bench, add_options
 
 MEMCPY = """
 #include <stdint.h>
@@ -141,10 +141,9 @@ def bench_pages(bench: Bench, layers: int, pairs: int) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_kv")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", type=Path)
+    add_options(parser)
     options = parser.parse_args(argv)
-    bench, loop = Bench("kv", options.out, rounds=8 if options.quick else 40), c_loop()
+    bench, loop = Bench("kv", options.out, rounds=8 if options.quick else 40, resume=options.resume), c_loop()
     for layers, requests, moved in (
         [(32, 64, 3)] if options.quick else [(32, 1, 3), (32, 8, 3), (32, 64, 1), (32, 64, 3)]
     ):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 import specdec_kernels as sk
 from benchmarks import sampling_peers as peers
-from benchmarks.harness import Bench
+from benchmarks.harness import Bench, add_options
 from benchmarks.sampling_vllm import vllm_speculative
 
 READ_BYTES = 320 << 20
@@ -167,12 +166,11 @@ def drafts(bench: Bench, read: Tensor, R: int, k: int, V: int, dtype: torch.dtyp
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench_sampling", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one small shape")
-    parser.add_argument("--out", type=Path, default=None)
+    add_options(parser, quick="one small shape")
     parser.add_argument("--no-peers", action="store_true", help="only our forms and the read")
     parser.add_argument("--only", nargs="*", default=[*FILTERS, "trees", "drafts"], help="parts: %(default)s")
     options = parser.parse_args(argv)
-    bench = Bench("sampling", options.out, rounds=5 if options.quick else 9)
+    bench = Bench("sampling", options.out, rounds=5 if options.quick else 9, resume=options.resume)
     read = torch.ones(READ_BYTES // 4)
     V = 32000 if options.quick else 128256
     chains(bench, read, 2 if options.quick else 8, 5, V, torch.bfloat16, not options.no_peers, options.only)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import specdec_kernels as sk
-from benchmarks.harness import Bench
+from benchmarks.harness import Bench, add_options
 from python_ref import dynamic_tree, tree
 
 
@@ -134,10 +133,9 @@ def bench_dynamic(bench: Bench, requests: int, width: int, depth: int, nodes: in
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_tree")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", type=Path)
+    add_options(parser)
     options = parser.parse_args(argv)
-    bench = Bench("tree", options.out, rounds=8 if options.quick else 40)
+    bench = Bench("tree", options.out, rounds=8 if options.quick else 40, resume=options.resume)
     for requests, nodes in [(64, 64)] if options.quick else [(1, 26), (1, 64), (8, 64), (64, 26), (64, 64), (64, 256)]:
         bench_build(bench, requests, nodes)
     for requests in [8] if options.quick else [1, 8, 64]:

@@ -5,10 +5,12 @@
 
 Providers of one call run in the same rounds, in alternating order, so that a ratio never spans two machine states.
 A block whose read bandwidth fell below half of the best seen is measured again (at most twice), then marked noisy.
+`Bench(..., resume=True)` keeps blocks that the file has already, from the same machine with as many rounds.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import time
@@ -76,9 +78,17 @@ class Bench:
 
     best_bandwidth = 0.0
 
-    def __init__(self, family: str, path: Path | None = None, rounds: int = 30, quiet: bool = False):
+    def __init__(
+        self, family: str, path: Path | None = None, rounds: int = 30, quiet: bool = False, resume: bool = False
+    ):
         self.family, self.path, self.rounds, self.silent = family, path, rounds, quiet
         self.rows: list[dict[str, Any]] = []
+        self.stored: list[dict[str, Any]] = []
+        if resume and path and path.exists():
+            self.stored = read_rows(path)
+            whole, _, cut = path.read_text().rpartition("\n")
+            if cut:  # rows to come begin on a line of their own
+                path.write_text(whole + "\n" * bool(whole))
 
     def compare(
         self,
@@ -92,6 +102,10 @@ class Bench:
 
         base: the provider that `base_over_own` refers to (default: the first); above 1 means faster than the base.
         """
+        if kept := self._kept(shape, providers):
+            self.rows += kept
+            print(f"{describe_rows(shape, kept)} (kept)", flush=True)
+            return kept
         if gate is not None and not gate():
             raise AssertionError(f"{self.family} {shape}: wrong result, nothing measured")
         timings: dict[str, Timing] = {}
@@ -115,6 +129,7 @@ class Bench:
                 "p10_s": timing.quantile(0.1),
                 "p90_s": timing.quantile(0.9),
                 "samples": len(timing.samples),
+                "rounds": self.rounds,
                 "base_over_own": reference / timing.median,
                 "gated": gate is not None,
                 "noisy": noisy,
@@ -135,6 +150,33 @@ class Bench:
         if not self.silent:
             print(describe_rows(shape, rows), flush=True)
         return rows
+
+    def _kept(self, shape: dict[str, Any], providers: dict[str, Any]) -> list[dict[str, Any]]:
+        """The stored rows of this block, one a provider; [] unless all are there. Numbers with a point in `shape` are
+        measured bounds, not part of what the block is."""
+        wanted = {"family": self.family, "rounds": self.rounds, **shape_key(shape)}
+        found = {}
+        for row in self.stored:
+            if row.get("machine") == machine.describe() and all(row.get(k) == v for k, v in wanted.items()):
+                found[row["provider"]] = row
+        return [found[name] for name in providers] if found.keys() >= providers.keys() else []
+
+
+def shape_key(shape: dict[str, Any]) -> dict[str, Any]:
+    """What a block is, without the numbers that were measured for it."""
+    return {name: value for name, value in shape.items() if not isinstance(value, float)}
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSONL file, without a last line that a stopped run left unfinished."""
+    return [json.loads(line) for line in path.read_text().rpartition("\n")[0].splitlines()]
+
+
+def add_options(parser: argparse.ArgumentParser, quick: str = "few shapes: does it run, is it right?") -> None:
+    """The options every family has."""
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--out", type=Path, help="JSONL file that the rows are appended to")
+    parser.add_argument("--resume", action="store_true", help="keep blocks that --out has already")
 
 
 def describe_rows(shape: dict[str, Any], rows: list[dict[str, Any]]) -> str:

