@@ -24,6 +24,14 @@ ROOMS = {
     "batching": "plan_buckets pack_rows unpack_rows padding_stats",
 }
 
+METHODS = (  # of the field, for which no op exists yet
+    "suffix decoding",
+    "traversal verification",
+    "block-diffusion drafts",
+    "latent attention (MLA)",
+    "recurrent state",
+)
+
 
 def ops_page() -> str:
     """docs/ops.md, whole."""
@@ -72,6 +80,7 @@ def matrix() -> str:
         for op in names.split():
             gpu = ["not yet run on a GPU" if has else "not yet" for has in (op in cuda, op in _triton.OPS)]
             lines.append(f"| `{op}` | {'yes' if supports(op) else 'not yet'} | {gpu[0]} | {gpu[1]} |")
+    lines += [f"| {method} | not yet | not yet | not yet |" for method in METHODS]
     return "\n".join([*lines, END])
 
 
