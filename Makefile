@@ -6,7 +6,7 @@ ARCHS  ?= 8.0;9.0a
 JOBS   ?= 2
 CPP    := $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' 'tests/*.cpp' 2>/dev/null)
 
-.PHONY: demo test test-long bench lint format clean setup build venv-vllm test-vllm wheel-vllm test-sglang promtool
+.PHONY: demo test test-long bench lint format clean setup build venv-vllm test-vllm wheel-vllm test-sglang promtool site dist
 setup: $(VENV)/.installed
 build: $(VENV)/.built
 
@@ -57,6 +57,7 @@ $(VLLM)/.installed:
 
 # Our verification inside a real vLLM, on loopback, and vLLM's sampler as an oracle of ours.
 test-vllm: build venv-vllm
+	$(PY) -c "from specdec_kernels.engine.checkpoint import smollm2_path; print(smollm2_path())"
 	$(VLLM)/bin/python -m pytest -o addopts= -p no:cacheprovider tests/test_integration_vllm.py tests/test_integration_vllm_parts.py \
 	  tests/test_integration_vllm_served.py tests/test_sampling_oracle_vllm.py
 
@@ -82,5 +83,21 @@ $(VENV)/prometheus/usr/bin/promtool:
 	cd $(VENV)/prometheus && { apt-get download -q prometheus || { apt-get update -q && apt-get download -q prometheus; }; }
 	cd $(VENV)/prometheus && dpkg -x prometheus_*.deb . && rm prometheus_*.deb
 
+# Tools for packaging and the site, beside the environment: never imported by the package or by its tests.
+TOOLS := $(VENV)/tools
+$(TOOLS)/.installed: $(VENV)/.installed
+	$(PY) -m pip install -q --target $(TOOLS) build==1.6.1 auditwheel==6.8.2 mkdocs==1.6.1
+	touch $@
+
+# The documentation as a static site, in site/.
+site: $(TOOLS)/.installed
+	PYTHONPATH=$(TOOLS) $(PY) -m mkdocs build --strict
+
+# sdist, and a wheel built from it, in dist/. Build requirements are those of the environment: nothing is fetched.
+dist: $(TOOLS)/.installed
+	rm -rf dist
+	PYTHONPATH=$(TOOLS) $(PY) -m build --no-isolation
+	PYTHONPATH=$(TOOLS) $(PY) -m auditwheel show dist/*.whl
+
 clean:
-	rm -rf build dist *.egg-info $(VENV)/.built specdec_kernels/*.so
+	rm -rf build dist site *.egg-info $(VENV)/.built specdec_kernels/*.so

@@ -6,10 +6,15 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
+import types
 import zipfile
 from pathlib import Path
 
 import pytest
+
+import specdec_kernels
+from specdec_kernels import _ops
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,6 +31,7 @@ def metadata() -> str:
 
 
 def test_IN_01_metadata_pins_the_torch_range():
+    assert f'version = "{specdec_kernels.__version__}"' in metadata()
     assert re.search(r'dependencies = \["torch>=2\.11"', metadata())
     assert "TORCH_TARGET_VERSION" in (ROOT / "setup.py").read_text()
 
@@ -53,6 +59,35 @@ except NotImplementedError as error:
     assert f"torch {torch.__version__}" in result.stdout
     assert "stable ABI of torch >= 2.11" in result.stdout
     assert "build_tree: backend: auto on cpu is not built" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("archs", "gpu", "runs"),
+    [
+        ("8.0;9.0a", (8, 0), True), ("8.0;9.0a", (8, 9), True), ("8.0;9.0a", (9, 0), True), ("8.0", (9, 0), False),
+        ("8.6", (8, 0), False), ("9.0a", (9, 1), False), ("8.0;9.0a", (12, 0), False), ("8.0;12.0+PTX", (13, 0), True),
+        ("12.0+PTX", (9, 0), False), ("8.0 9.0", (9, 0), True), ("Hopper", (9, 0), True),
+    ],
+)  # fmt: skip
+def test_IN_01_which_gpus_a_build_runs_on(archs: str, gpu: tuple[int, int], runs: bool):
+    assert _ops.covers(archs, *gpu) == runs
+
+
+def test_IN_01_another_gpu_architecture_is_named(monkeypatch: pytest.MonkeyPatch):
+    """Built for some GPUs, called on another one: what it has code for, what this GPU is, and what to do."""
+    import torch
+
+    build = types.SimpleNamespace(build_info=lambda: {"cuda_archs": "8.0;9.0a"})
+    monkeypatch.setitem(sys.modules, "specdec_kernels._C", build)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
+    monkeypatch.setattr(_ops, "supports", lambda op, backend, device: backend == "native")
+    with pytest.raises(
+        NotImplementedError, match=r"^advance: backend: native on cuda has code for 8.0;9.0a, .* sm_120 "
+    ):
+        _ops._resolve("advance", None, "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert _ops._resolve("advance", None, "cuda") is not None
+    _ops._resolve.cache_clear()
 
 
 BLOCKER = """
@@ -150,6 +185,22 @@ def test_IN_03_first_compiler_error_is_quoted(tmp_path: Path):
     assert "whole log: .venv/build.log" in result.stdout
 
 
+def test_the_sdist_holds_all_that_a_build_needs(tmp_path: Path):
+    """Headers and kernels too, also where no nvcc makes setup.py name the kernels; made without network or compiler."""
+    made = subprocess.run(
+        [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path),
+         "sdist", "--formats=tar", "-d", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "SPECDEC_BUILD_CUDA": "0", "PATH": ""},
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr[-2000:]
+    with tarfile.open(next(tmp_path.glob("*.tar"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    listed = subprocess.run(["git", "ls-files", "csrc", "specdec_kernels"], cwd=ROOT, capture_output=True, text=True)
+    wanted = {*listed.stdout.split(), "setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"}
+    assert not wanted - names, sorted(wanted - names)[:5]
+    assert not [name for name in names if name.startswith(("tests/", "python_ref/")) or name.endswith(".so")]
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of this tree, CPU ops only."""
@@ -171,8 +222,24 @@ def test_wheel_holds_the_package_alone(wheel: Path):
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"specdec_kernels"}, tops
     assert any("_cpu.abi3.so" in name for name in names)
-    metadata_text = zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith("METADATA"))).decode()
-    assert "Requires-Dist: torch>=2.11" in metadata_text
+
+    def read(name: str) -> str:
+        return zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith(name))).decode()
+
+    assert "Requires-Dist: torch>=2.11" in read("METADATA")
+    assert f"Version: {specdec_kernels.__version__}" in read("METADATA")
+    for group in ("console_scripts", "vllm.general_plugins", "vllm.stat_logger_plugins", "sglang.srt.plugins"):
+        assert f"[{group}]" in read("entry_points.txt")
+    listed = subprocess.run(["git", "ls-files", "specdec_kernels"], cwd=ROOT, capture_output=True, text=True)
+    assert not set(listed.stdout.split()) - set(names)  # py.typed, rules, dashboards, prompts and heads among them
+    tools = ROOT / ".venv" / "tools"
+    if (tools / "auditwheel").exists():  # make dist
+        shown = subprocess.run(
+            [sys.executable, "-m", "auditwheel", "show", str(wheel)],
+            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tools)},
+        )  # fmt: skip
+        assert "cp310-abi3" in wheel.name
+        assert shown.returncode == 0, shown.stderr
 
 
 @pytest.mark.long
@@ -197,6 +264,10 @@ print(tree.positions.tolist(), sk.__file__)
     assert ran.returncode == 0, ran.stderr
     assert "[7, 8, 9]" in ran.stdout
     assert str(tmp_path) in ran.stdout
+    script = str(ROOT / "docs" / "embed_in_your_engine.py")
+    tutorial = subprocess.run([str(python), script], capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert tutorial.returncode == 0, tutorial.stderr
+    assert "the same 2 texts" in tutorial.stdout
     info = subprocess.run(
         [str(python), "-m", "specdec_kernels", "info"], capture_output=True, text=True, cwd=tmp_path, env=env
     )
