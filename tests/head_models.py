@@ -33,7 +33,7 @@ def random_head(kind: str, model: ToyModel, *, draft_vocab: int | None = None, s
     head = make_head(config, d2t)
     for name, parameter in head.named_parameters():
         if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=(2.5 if kind == "medusa" else 1.2) * parameter.shape[1] ** -0.5)
+            torch.nn.init.normal_(parameter, std=1.2 * parameter.shape[1] ** -0.5)
         elif "norm" not in name:
             torch.nn.init.normal_(parameter, std=0.1)
     head.bind(model.embedding(), model.output_matrix() * 0.25)

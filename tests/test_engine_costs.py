@@ -7,8 +7,9 @@ import pytest
 
 from benchmarks.recorded import Guided
 from python_ref.decoder import ToyTarget, plain_greedy
-from specdec_kernels.engine import EngineConfig, Request
-from specdec_kernels.engine.costs import StepRecorder, fit_costs
+from specdec_kernels.advisor.speedup import StepCosts, speedup_chain
+from specdec_kernels.engine import Draft, EngineConfig, Request
+from specdec_kernels.engine.costs import StepRecorder, fit_costs, measure_costs
 from specdec_kernels.engine.policy import FixedDrafts, GoodputPolicy, StepTiming
 from tests.toy_model import ToyModel
 
@@ -46,6 +47,45 @@ def test_few_kinds_of_drafting_give_their_median():
     assert fit_costs(timings[:-1])[1] == (0.0, 0.0, 0.0)
     with pytest.raises(ValueError, match=r"^BatchCostModel.fit: samples: expected at least 5 samples, got 1"):
         fit_costs([step(1, 0, 100)] * 10)
+
+
+def test_a_predicted_speedup_is_that_of_the_machine():
+    """By the rows that a step verifies and the levels it drafts: a model that takes either for free is far off."""
+    sizes = ((1, 0), (1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (1, 24))
+    costs = fit_costs([step(b, k, 200) for b, k in sizes for _ in range(3)])
+    tokens, drafts = 2.5, 16
+    true = step(1, drafts, 200)
+    plain = step(1, 0, 200).forward_seconds
+    wanted = tokens * plain / (true.forward_seconds + true.draft_seconds)
+    assert costs.speedup(tokens, drafts, drafts, context=200) == pytest.approx(wanted, rel=0.03)
+    assert tokens * plain / true.forward_seconds > 1.15 * wanted
+    chain = StepCosts.fitted(costs, context=200)
+    for acceptance in (0.4, 0.8):
+        emitted = (1 - acceptance**9) / (1 - acceptance)
+        assert speedup_chain(acceptance, 8, chain) == pytest.approx(costs.speedup(emitted, 8, 8, context=200))
+    assert costs.speedup(1.0, 0, 0) == 1.0
+
+
+def test_costs_are_measured_in_turns(monkeypatch):
+    """Every size gets as many steps; a slow drafter is seen to be one."""
+    import time
+
+    model, seen = ToyModel(TARGET), []
+    monkeypatch.setattr(
+        "specdec_kernels.engine.costs.fit_costs", lambda timings: seen.extend(timings) or fit_costs(timings)
+    )
+
+    class Slow:
+        name = "slow"
+
+        def propose(self, states, limits, context):
+            time.sleep(0.002 * limits[0].depth)
+            return [Draft.chain([1] * limit.depth) for limit in limits]
+
+    costs = measure_costs(model, Slow(), [[1, 2, 3]], sizes=(0, 1, 2, 3, 4, 5), rounds=4)
+    counts = [sum(t.drafts == k and t.nodes == 1 + k for t in seen) for k in range(6)]
+    assert min(counts) >= 3
+    assert costs.draft.per_step + 4 * (costs.draft.per_level + costs.draft.per_node) == pytest.approx(8e-3, rel=0.5)
 
 
 def test_a_guided_engine_writes_the_recorded_text_under_every_policy():

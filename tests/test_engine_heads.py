@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from python_ref.decoder import ToyTarget, plain_greedy
+from specdec_kernels.advisor.speedup import best_tree, expected_emitted_tree
 from specdec_kernels.engine import Draft, Engine, EngineConfig, Request
 from specdec_kernels.engine.drafters import Limit
 from specdec_kernels.engine.drafters.draft_model_tree import DraftModelTreeDrafter
@@ -66,6 +67,46 @@ def test_the_law_holds_at_small_batches(kind: str, shape: str, max_batch: int, c
     model = ToyModel(SMALL)
     p, _ = chi_square_p(SMALL, model, make_drafter(kind, shape, model), max_batch=max_batch, count=count)
     assert p > LIMIT
+
+
+@pytest.mark.parametrize("max_batch", [1, 8])
+def test_a_static_tree_keeps_its_shape(max_batch: int):
+    """Scored by rank: the best tree for those ranks at every step, the same greedy text and the same sampled law."""
+    model, chances = ToyModel(TARGET), (0.5, 0.3, 0.1)
+    options = {"top_k": 3, "depth": 3, "num_nodes": 7}
+    shapes = []
+
+    class Spy(EagleDrafter):
+        def propose(self, states, limits, context):
+            drafts = super().propose(states, limits, context)
+            shapes.extend(tuple(draft.parents) for draft in drafts)
+            return drafts
+
+    config = dataclasses.replace(CONFIG, max_batch=max_batch)
+    engine = Engine(model, Spy(random_head("eagle3", model), by_rank=chances, **options), config)
+    results = engine.generate(PROMPTS[:3], max_tokens=40)
+    assert [r.token_ids for r in results] == [plain_greedy(TARGET, p, 40) for p in PROMPTS[:3]]
+    whole = [shape for shape in shapes if len(shape) == 7]
+    assert len(whole) > 10
+    best = best_tree(chances, 8, max_depth=3)
+    for shape in set(whole):
+        assert expected_emitted_tree([-1, *shape], by_order(shape, chances)) == pytest.approx(best.expected_emitted)
+    assert len(set(whole)) == 1
+    small = ToyModel(SMALL)
+    drafter = EagleDrafter(random_head("eagle3", small), by_rank=chances, **options)
+    assert chi_square_p(SMALL, small, drafter, max_batch=max_batch, count=800)[0] > LIMIT
+    with pytest.raises(ValueError, match="eagle3 drafter: by_rank: expected 3 probabilities above 0"):
+        EagleDrafter(random_head("eagle3", model), by_rank=(0.5, 0.3), **options)
+
+
+def by_order(parents: tuple[int, ...], chances: tuple[float, ...]) -> list[float]:
+    """Acceptance of a tree's nodes (the root first) whose siblings stand in the order of their ranks."""
+    seen: dict[int, int] = {}
+    found = [1.0]
+    for parent in parents:
+        found.append(chances[seen.get(parent, 0)])
+        seen[parent] = seen.get(parent, 0) + 1
+    return found
 
 
 class Misreporting:

@@ -15,6 +15,10 @@ import heapq
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from specdec_kernels.engine.costs import DecodingCosts
 
 _TOLERANCE = 1e-9
 
@@ -148,6 +152,18 @@ class StepCosts:
     draft: float
     verify: Callable[[int], float] = free_verification
     overhead: float = 0.0
+
+    @classmethod
+    def fitted(cls, costs: DecodingCosts, *, requests: int = 1, context: float = 0.0) -> StepCosts:
+        """Those of an engine's own steps at a batch of `requests` behind `context` tokens each (`engine.costs`). What a
+        drafted node costs the drafter counts with its verification."""
+        plain, per = costs.seconds(0, 0, requests=requests, context=context), costs.draft
+
+        def verify(num_tokens: int) -> float:
+            forward = costs.forward.predict(requests * num_tokens, requests, requests * context)
+            return (forward + per.per_node * requests * (num_tokens - 1)) / plain
+
+        return cls(per.per_level / plain, verify, per.per_step / plain)
 
     def step(self, num_draft_forwards: int, num_verified: int) -> float:
         """Cost of one step. Nothing drafted is a plain step: cost 1."""

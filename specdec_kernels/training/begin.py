@@ -5,6 +5,7 @@ output matrix reads. Ridge regression over a few hundred chunks gives the best l
 
     EAGLE-3     fc [H, 3H]: features of p           -> last state of p + 1    (the token enters by attention alone)
     EAGLE, MTP  fc [H, 2H]: token p + 1, state of p -> last state of p + 1
+    Medusa      block d [H, H]: last state of p     -> last state of p + d
 
 The decoder layer adds nothing at first (its output projections are zero), so training begins at that guess.
 """
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec_kernels.engine.heads import AutoregressiveHead, DraftHead
+from specdec_kernels.engine.heads import AutoregressiveHead, DraftHead, MedusaHead
 from specdec_kernels.training.features import FeatureStore
 
 _CHUNKS = 384  # of the training part, for the regression
@@ -38,10 +39,13 @@ def input_scales(head: DraftHead, store: FeatureStore) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def begin(head: DraftHead, store: FeatureStore, num_layers: int) -> None:
-    """Set the weights of a bound head of `num_layers` target layers to the linear guess (see above). A Medusa set
-    begins as it is made: each head repeats the target's own prediction."""
-    if not isinstance(head, AutoregressiveHead):
+    """Set the weights of a bound head of `num_layers` target layers to the linear guess (see above)."""
+    if isinstance(head, MedusaHead):
+        for depth, block in enumerate(head.blocks, 1):
+            block.weight.copy_(_regression(head, store, num_layers, depth)[0])
+            block.bias.zero_()
         return
+    assert isinstance(head, AutoregressiveHead)
     layer = head.layers[0]
     for name, value in layer.named_parameters():
         if value.dim() == 1:
@@ -56,15 +60,19 @@ def begin(head: DraftHead, store: FeatureStore, num_layers: int) -> None:
         head.norm.weight.fill_(size)
 
 
-def _regression(head: AutoregressiveHead, store: FeatureStore, num_layers: int) -> tuple[Tensor, float]:
-    """(fc [H, inputs], root mean square of the target's last states)."""
-    width, size = head.fc.in_features, head.config.hidden_size
+def _regression(head: DraftHead, store: FeatureStore, num_layers: int, depth: int = 1) -> tuple[Tensor, float]:
+    """(matrix [H, inputs] of what is read at p to the last state at p + depth, root mean square of the last states)."""
+    size = head.config.hidden_size
+    width = head.fc.in_features if isinstance(head, AutoregressiveHead) else size
     gram = torch.zeros(width, width, dtype=torch.float64)
     cross = torch.zeros(width, size, dtype=torch.float64)
     square, rows = 0.0, 0
     for index in range(min(store.num_chunks("train"), _CHUNKS)):
         tokens, last = store.chunk("train", index, ("tokens", f"state.{num_layers}"))
-        x, y = _inputs(head, _features(head, store, index), tokens)[1:].float(), last[2:].float()
+        x, y = (
+            _inputs(head, _features(head, store, index), tokens)[1 : len(last) - depth].float(),
+            last[1 + depth :].float(),
+        )
         gram += x.T @ x
         cross += x.T @ y
         square, rows = square + y.pow(2).sum().item(), rows + len(y)
@@ -79,10 +87,10 @@ def _features(head: DraftHead, store: FeatureStore, index: int) -> Tensor:
     return torch.cat([state.float() for state in store.chunk("train", index, names)], -1)
 
 
-def _inputs(head: AutoregressiveHead, features: Tensor, tokens: Tensor) -> Tensor:
-    """What fc reads for pairs 0 .. T - 2 of a chunk, [T - 1, inputs]."""
+def _inputs(head: DraftHead, features: Tensor, tokens: Tensor) -> Tensor:
+    """What the first matrix reads for pairs 0 .. T - 2 of a chunk, [T - 1, inputs]."""
     features = features[:-1]
-    if head.config.kind == "eagle3":
+    if head.config.kind in ("eagle3", "medusa"):
         return features
     assert head.embedding is not None
     embedded = F.embedding(tokens[1:].long(), head.embedding.cpu()).float()

@@ -8,19 +8,24 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from specdec_kernels.engine import load_model
+from specdec_kernels.engine.drafters.eagle import EagleDrafter
+from specdec_kernels.engine.drafters.medusa import MedusaDrafter
 from specdec_kernels.engine.heads import KINDS
 from specdec_kernels.training.data import named_sources, read_corpus
-from specdec_kernels.training.evaluate import evaluate_head, predicted_speedup, time_passes
-from specdec_kernels.training.features import FeatureStore, compute_features
+from specdec_kernels.training.evaluate import evaluate_head
+from specdec_kernels.training.features import compute_features
 from specdec_kernels.training.heads import HeadTrainer, TrainOptions, feature_layers, new_head
 from specdec_kernels.training.losses import LOSSES
+from specdec_kernels.training.measure import measure_head
 
 _PLACES = ("out", "features", "command", "resume")
-_OPTIONS = ("kind", "depths", "rows", "batch", "lr", "loss", "decay", "draft_vocab", "seed")
+_OPTIONS = ("kind", "depths", "rows", "batch", "lr", "loss", "decay", "draft_vocab", "intermediate", "seed")
+_TREE_NODES, _PROMPTS, _TOKENS = 16, 8, 64  # of the engine run in a card
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -48,6 +53,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--loss", choices=LOSSES, default=default.loss)
     command.add_argument("--decay", type=float, default=default.decay)
     command.add_argument("--draft-vocab", type=int, default=default.draft_vocab, help="0: the whole vocabulary")
+    command.add_argument("--intermediate", type=int, help="width of the head's MLP (default: the target's)")
+    command.add_argument("--evaluate-every", type=int, help="steps between two evaluations (default: an epoch)")
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--dtype", help="of target and head: float32 or bfloat16 (default: the fastest here)")
     command.add_argument("--device", default="cpu")
@@ -80,43 +87,78 @@ def run(options: argparse.Namespace) -> int:
     trainer = HeadTrainer(model, new_head(model, chosen, store), store, chosen, options.out)
     if checkpoint.exists():
         trainer.resume()
-    with Progress(f"training {options.kind}") as progress:
-        done = trainer.run(
-            minutes=options.minutes, checkpoint_minutes=options.checkpoint_minutes,
-            report=lambda t: progress(t.step, steps, f"loss {sum(t.losses[-20:]) / len(t.losses[-20:]):.4f}"),
-        )  # fmt: skip
-    trainer.export(options.out / "head", with_embedding=not options.no_embedding)
+    done = train(trainer, model, options, max(1, steps // max(1, round(options.epochs))))
     (options.out / "losses.json").write_text(json.dumps([round(loss, 5) for loss in trainer.losses]) + "\n")
-    _card(options, trainer, store, model, corpus.held_out_names)
+    _card(options, trainer, corpus.held_out_names)
     print("finished" if done else f"stopped at step {trainer.step} of {steps}; the same command with --resume goes on")
     return 0
 
 
-def _card(options: Any, trainer: HeadTrainer, store: FeatureStore, model: Any, held_out: list[str]) -> None:
-    """Evaluate and write the model card beside the head."""
-    depths = trainer.options.depths
-    found = evaluate_head(trainer.head, store, model, depths)
-    packed = load_model(options.target, dtype=options.dtype, device=options.device)  # as the engine runs it
-    costs = time_passes(packed, trainer.head, depths)
-    passes = 1 if options.kind == "medusa" else depths
-    speedups = [predicted_speedup(tokens, costs, passes) for tokens in found.tokens]
-    recent = trainer.losses[-20:] or [float("nan")]
+def train(trainer: HeadTrainer, model: Any, options: argparse.Namespace, epoch: int) -> bool:
+    """Train to the end, or as long as `--minutes` says; whether the end was reached. At every evaluation the head goes
+    to out/head if no earlier one was better on held-out text: more tokens a step of a greedy chain. A loss that falls
+    says nothing, because a head can learn its training text by heart."""
+    path, steps = options.out / "evaluations.json", trainer.options.num_steps
+    every = options.evaluate_every or epoch
+    found = json.loads(path.read_text()) if path.exists() and options.resume else []
+    found = [entry for entry in found if entry["step"] <= trainer.step]
+    stop = None if options.minutes is None else time.monotonic() + 60 * options.minutes
+    with Progress(f"training {options.kind}") as progress:
+        while True:
+            until = min(steps, (trainer.step // every + 1) * every)
+            trainer.run(
+                until=until, minutes=None if stop is None else (stop - time.monotonic()) / 60,
+                checkpoint_minutes=options.checkpoint_minutes,
+                report=lambda t: progress(t.step, steps, f"loss {sum(t.losses[-20:]) / len(t.losses[-20:]):.4f}"),
+            )  # fmt: skip
+            if not found or found[-1]["step"] < trainer.step:
+                recent = trainer.losses[-20:] or [float("nan")]
+                now = asdict(evaluate_head(trainer.head, trainer.store, model, trainer.options.depths))
+                now |= {"step": trainer.step, "loss": round(sum(recent) / len(recent), 4)}
+                if all(now["tokens"][0] > entry["tokens"][0] for entry in found):
+                    trainer.export(options.out / "head", with_embedding=not options.no_embedding)
+                found.append(now)
+                path.write_text(json.dumps(found, indent=1) + "\n")
+                print(f"step {now['step']}: loss {now['loss']}, held-out: {now['tokens'][0]} tokens a step, greedy "
+                      f"{[value for value, *_ in now['greedy']]}", flush=True)  # fmt: skip
+            if trainer.step < until or trainer.step == steps:
+                return trainer.step == steps
+
+
+def _card(options: argparse.Namespace, trainer: HeadTrainer, held_out: list[str]) -> None:
+    """Write the model card of the best head beside it, and run that head in the engine for it."""
+    found = json.loads((options.out / "evaluations.json").read_text())
+    best = max(found, key=lambda entry: entry["tokens"][0])
+    folder, store, depths = options.out / "head", trainer.store, trainer.options.depths
+    model = load_model(options.target, dtype=options.dtype, device=options.device)  # packed, as the engine runs it
+    kept = options.prompt_tokens or store.meta["length"] // 4
+    tokens = [store.chunk("held_out", i, ["tokens"])[0] for i in range(min(_PROMPTS, store.num_chunks("held_out")))]
+    measured = measure_head(
+        model,
+        lambda: (
+            MedusaDrafter(folder, num_nodes=_TREE_NODES)
+            if options.kind == "medusa"
+            else EagleDrafter(folder, kind=options.kind, top_k=4, depth=depths, num_nodes=_TREE_NODES)
+        ),
+        [chunk[:kept].tolist() for chunk in tokens],
+        min(_TOKENS, store.meta["length"] - kept),
+    )
     chosen = {name: str(value) for name, value in sorted(vars(options).items()) if name not in _PLACES}
     chunks, length = {part: store.num_chunks(part) for part in ("train", "held_out")}, store.meta["length"]
     lines = [
         f"# {options.kind} head for {model.name}",
         "",
-        f"- step {trainer.step} of {trainer.options.num_steps}, loss {sum(recent) / len(recent):.4f}",
+        f"- step {best['step']} of {trainer.options.num_steps}, loss {best['loss']}: the best of {len(found)} held-out "
+        f"evaluations (tokens a step of a chain: { {entry['step']: entry['tokens'][0] for entry in found} })",
         f"- options: {json.dumps(chosen)}",
         f"- chunks of {length} tokens: {chunks}",
-        f"- greedy acceptance by depth (95 % over chunks): {found.greedy}, rows reached: {found.reached}",
-        f"- acceptance at temperature 1 by depth: {found.sampled}",
-        f"- tokens a step of a greedy chain of {depths}: {found.tokens}",
-        f"- seconds: plain {costs.plain:.4f}, verify {costs.verify:.4f}, draft pass {costs.draft:.4f}",
-        f"- predicted speed-up of the chain, batch 1: {speedups[0]:.2f} ({speedups[1]:.2f} to {speedups[2]:.2f})",
+        f"- greedy acceptance by depth (95 % over chunks): {best['greedy']}, rows reached: {best['reached']}",
+        f"- acceptance at temperature 1 by depth: {best['sampled']}",
+        f"- tokens a step of a greedy chain of {depths} on this text: {best['tokens']}",
+        *measured.lines(),
         f"- held-out documents: {', '.join(held_out)}",
     ]
-    (options.out / "head" / "README.md").write_text("\n".join(lines) + "\n")
+    (folder / "README.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines[2:-1]))
 
 

@@ -42,8 +42,9 @@ def read_corpus(
     sources: Sequence[str | Path], tokenizer: Any, *, length: int, num_tokens: int, held_out_tokens: int, seed: int = 0
 ) -> Corpus:
     """Chunks of `length` tokens from the documents under `sources` (folders, or names of `named_sources`), in a random
-    order that depends on `seed` alone; documents shorter than a chunk are left out. ValueError if a source is missing
-    or gives no chunk."""
+    order that depends on `seed` alone; documents shorter than a chunk are left out. Held-out chunks come from as many
+    documents as there are: one of each, then a second of each, and so on. ValueError if a source is missing or gives no
+    chunk."""
     documents = []
     for source in sources:
         for root in _folders(source):
@@ -56,13 +57,13 @@ def read_corpus(
                     documents.append((f"{source if str(source) in named_sources() else root.name}/"
                                       f"{path.relative_to(root).as_posix()}", path))  # fmt: skip
     order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(seed)).tolist()
-    parts: dict[bool, list[torch.Tensor]] = {False: [], True: []}
-    names: dict[bool, list[str]] = {False: [], True: []}
-    wanted = {False: num_tokens, True: held_out_tokens}
+    train: dict[str, torch.Tensor] = {}  # chunks [n, length] of each document
+    held_out: dict[str, torch.Tensor] = {}
+    draw = torch.Generator().manual_seed(seed + 2)
     for index in order:
         name, path = documents[index]
         kept = is_held_out(name)
-        if len(parts[kept]) * length >= wanted[kept]:
+        if not kept and sum(map(len, train.values())) * length >= num_tokens:
             continue
         try:
             text = path.read_text(encoding="utf-8")[:_MOST_CHARS]
@@ -70,22 +71,28 @@ def read_corpus(
             continue
         ids = torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int32)
         chunks = ids[: len(ids) // length * length].view(-1, length)
-        if len(chunks):
-            parts[kept] += list(chunks)
-            names[kept].append(name)
-    for kept, what in ((False, "training"), (True, "held-out")):
-        if not parts[kept]:
+        if len(chunks) and kept:
+            held_out[name] = chunks[torch.randperm(len(chunks), generator=draw)]
+        elif len(chunks):
+            train[name] = chunks
+    for found, what in ((train, "training"), (held_out, "held-out")):
+        if not found:
             raise ValueError(
                 f"read_corpus: sources: expected {what} documents of at least {length} tokens, got none in "
                 f"{[str(s) for s in sources]} ({len(documents)} documents)"
             )
+    turns = [(turn, name) for name, chunks in held_out.items() for turn in range(len(chunks))]
+    turns = sorted(turns, key=lambda place: place[0])[: max(1, held_out_tokens // length)]  # stable within a turn
 
-    def stack(kept: bool) -> torch.Tensor:
-        chunks = torch.stack(parts[kept])
-        mixed = torch.randperm(len(chunks), generator=torch.Generator().manual_seed(seed + 1))
-        return chunks[mixed][: max(1, wanted[kept] // length)]
+    def mixed(chunks: torch.Tensor) -> torch.Tensor:
+        return chunks[torch.randperm(len(chunks), generator=torch.Generator().manual_seed(seed + 1))]
 
-    return Corpus(stack(False), stack(True), sorted(names[False]), sorted(names[True]))
+    return Corpus(
+        mixed(torch.cat(list(train.values())))[: max(1, num_tokens // length)],
+        mixed(torch.stack([held_out[name][turn] for turn, name in turns])),
+        sorted(train),
+        sorted({name for _, name in turns}),
+    )
 
 
 def _folders(source: str | Path) -> list[Path]:

@@ -1,17 +1,14 @@
-"""What a head is worth on held-out text: acceptance at every depth, and the speed-up that follows from it."""
+"""What a head is worth on held-out text: acceptance at every depth."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdec_kernels.attention import slot_mapping
-from specdec_kernels.engine.batch import Batch
-from specdec_kernels.engine.heads import AutoregressiveHead, DraftHead
+from specdec_kernels.engine.heads import DraftHead
 from specdec_kernels.training.features import FeatureStore
 from specdec_kernels.training.losses import acceptance
 from specdec_kernels.training.objective import depths, make_batch, names_needed
@@ -81,54 +78,3 @@ def _ratios(above: Tensor, below: Tensor, draws: Tensor) -> Tensor:
 def _intervals(values: Tensor) -> list[tuple[float, float, float]]:
     low, high = values[1:].quantile(torch.tensor([0.025, 0.975], dtype=values.dtype), dim=0)
     return [(round(v, 4), round(a, 4), round(b, 4)) for v, a, b in zip(values[0].tolist(), low.tolist(), high.tolist())]
-
-
-@dataclass(frozen=True)
-class PassCosts:
-    """Seconds: `plain`, a one-token pass of the target; `verify`, one of num_drafts + 1 tokens; `draft`, one row of the
-    head (of a Medusa set: all its depths)."""
-
-    plain: float
-    verify: float
-    draft: float
-
-
-@torch.inference_mode()
-def time_passes(model: Any, head: DraftHead, num_drafts: int, *, context: int = 256, repeats: int = 9) -> PassCosts:
-    """Median times of the passes that a step is made of, taking turns, at batch 1."""
-    page = 16
-    pages = -(-(context + num_drafts + 1) // page)
-    cache = model.allocate_cache(pages, page)
-    for tensor in (*cache.k, *cache.v):
-        tensor.zero_()
-    table = torch.arange(pages, dtype=torch.int32, device=model.device)[None]
-    state = torch.zeros(1, model.hidden_size, dtype=next(head.parameters()).dtype, device=model.device)
-    token = torch.zeros(1, dtype=torch.int64, device=model.device)
-
-    def target(count: int) -> None:
-        lens = torch.tensor([context], dtype=torch.int32, device=model.device)
-        cu = torch.tensor([0, count], dtype=torch.int32, device=model.device)
-        positions = torch.arange(context, context + count, dtype=torch.int32, device=model.device)
-        slots = slot_mapping(table, lens, cu, page, total_nodes=count)
-        model.forward(Batch(token.expand(count), positions, slots, table, lens, cu, count), cache)
-
-    def draft() -> None:
-        if isinstance(head, AutoregressiveHead):
-            repeat = head.config.num_q_heads // head.config.num_kv_heads
-            head.logits(head(token, state, token, lambda q, k, v: v.repeat_interleave(repeat, -2)))
-        else:
-            head(state)
-
-    passes = {"plain": lambda: target(1), "verify": lambda: target(num_drafts + 1), "draft": draft}
-    times: dict[str, list[float]] = {name: [] for name in passes}
-    for _ in range(repeats):
-        for name, run in passes.items():
-            start = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - start)
-    return PassCosts(**{name: sorted(values)[len(values) // 2] for name, values in times.items()})
-
-
-def predicted_speedup(tokens: float, costs: PassCosts, num_passes: int) -> float:
-    """Tokens a step over what the step costs in plain steps: `num_passes` draft passes and one verification."""
-    return tokens * costs.plain / (num_passes * costs.draft + costs.verify)

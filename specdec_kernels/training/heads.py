@@ -30,7 +30,8 @@ class TrainOptions:
     """`depths`: rollout steps (of a Medusa set: its heads). `rows` of each chunk, drawn anew every time, go deeper than
     the first step (of a Medusa set: are trained on); 0: all. `num_steps` optimizer steps of `batch` chunks; warm-up
     over the first 5 %, then a cosine to a fiftieth of `lr`. `decay`: weight of a depth against the one before.
-    `draft_vocab`: most frequent tokens kept (0: all). `dtype` of the weights: None is the fastest here."""
+    `draft_vocab`: most frequent tokens kept (0: all). `intermediate`: width of the head's MLP (None: the target's).
+    `dtype` of the weights: None is the fastest here."""
 
     kind: str = "eagle3"
     depths: int = 4
@@ -41,6 +42,7 @@ class TrainOptions:
     loss: str = "kl"
     decay: float = 0.8
     draft_vocab: int = 4096
+    intermediate: int | None = None
     weight_decay: float = 0.01
     clip: float = 1.0
     seed: int = 0
@@ -55,6 +57,7 @@ class TrainOptions:
             ("lr", self.lr > 0, "a positive rate"),
             ("loss", self.loss in LOSSES, f"one of {LOSSES}"),
             ("draft_vocab", self.draft_vocab >= 0, "a size, or 0 for the whole vocabulary"),
+            ("intermediate", self.intermediate is None or self.intermediate >= 1, "a positive width"),
         ):
             if not holds:
                 raise ValueError(f"TrainOptions: {name}: expected {expected}, got {getattr(self, name)!r}")
@@ -88,7 +91,7 @@ def new_head(model: Any, options: TrainOptions, store: FeatureStore) -> DraftHea
         num_q_heads=text.num_attention_heads,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
-        intermediate_size=text.intermediate_size,
+        intermediate_size=options.intermediate or text.intermediate_size,
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-5),
         rope_theta=float(rope.get("rope_theta") or getattr(text, "rope_theta", None) or 10000.0),
         max_positions=model.max_context,
@@ -220,7 +223,7 @@ class HeadTrainer:
         tensors = {"losses": torch.tensor(self.losses, dtype=torch.float64)}
         for name, master in self.masters.items():
             tensors[f"master.{name}"] = master
-            tensors |= {f"{prefix}.{name}": m for prefix, m in zip("mv", self.optimizer.moments[name])}
+        tensors |= self.optimizer.state()
         if self.head.d2t is not None:
             tensors["d2t"] = self.head.d2t
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -249,8 +252,7 @@ class HeadTrainer:
             raise ValueError("HeadTrainer: resume: expected the checkpoint's draft vocabulary, got another")
         for name, master in self.masters.items():
             master.copy_(stored[f"master.{name}"])
-            for prefix, moment in zip("mv", self.optimizer.moments[name]):
-                moment.copy_(stored[f"{prefix}.{name}"])
+        self.optimizer.load(stored)
         self.losses = stored["losses"].tolist()
         self._publish()
 

@@ -1,4 +1,4 @@
-"""EAGLE-2, EAGLE-3 and MTP: an autoregressive head over the target's states drafts a dynamic tree or a chain.
+"""EAGLE-2, EAGLE-3 and MTP: an autoregressive head over the target's states drafts a tree or a chain.
 
 A step, from the drafter's side (see `engine.heads` for what is paired with what):
 
@@ -54,6 +54,9 @@ class EagleDrafter:
     `head`: a head, a checkpoint folder, or None: the head of `kind` that ships for this target. `top_k`, `depth`,
     `num_nodes`: shape of the tree (`top_k` 1: a chain). `sampled`: for requests with a temperature, siblings drawn
     without replacement from the head's law; False: the likeliest ones, verified as fixed choices. Both are lossless.
+    `by_rank`: None, and the tree follows the head's own probabilities, step by step (dynamic, EAGLE-2); or the chances
+    that the child of rank 0, 1, ... top_k - 1 is the accepted one, and every tree has the shape that suits these
+    (static, EAGLE-1).
     """
 
     def __init__(
@@ -65,10 +68,16 @@ class EagleDrafter:
         depth: int = 5,
         num_nodes: int = 24,
         sampled: bool = True,
+        by_rank: Sequence[float] | None = None,
     ):
         self.name = head.config.kind if isinstance(head, DraftHead) else kind
         self.shape, self.sampled = Shape(top_k, depth, num_nodes), sampled
         self.shape.validate(f"{self.name} drafter")
+        if by_rank is not None and (len(by_rank) != top_k or not all(0 < chance <= 1 for chance in by_rank)):
+            raise ValueError(
+                f"{self.name} drafter: by_rank: expected {top_k} probabilities above 0 (top_k), got {list(by_rank)}"
+            )
+        self.by_rank = by_rank
         self._given = head
         self.hidden_layers: tuple[int, ...] = ()
 
@@ -181,7 +190,7 @@ class EagleDrafter:
 
         return grow_trees(
             roots, forward, states, limits, self.shape,
-            sampled=self.sampled, vocab_size=self.vocab_size, d2t=self.d2t,
+            sampled=self.sampled, vocab_size=self.vocab_size, d2t=self.d2t, by_rank=self.by_rank,
         )  # fmt: skip
 
     def _forward(self, batch: Batch, states: Tensor, memory: DraftCache) -> Tensor:

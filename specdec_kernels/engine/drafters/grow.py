@@ -68,8 +68,11 @@ def grow_trees(
     sampled: bool,
     vocab_size: int,
     d2t: Tensor | None = None,
+    by_rank: Sequence[float] | None = None,
 ) -> list[Draft]:
     """One Draft per request. root_logits: [B, Vd], the law behind each root; forward: logits [B k, Vd] of a level.
+    by_rank: chance that the child of rank 0, 1, ... is the accepted one; it takes the place of the head's own
+    probabilities as a node's score, so that the tree has the same shape in every step (a static tree).
 
     sampled: requests with a temperature get siblings drawn without replacement, verified by the law they came from;
     else, and for greedy requests, the likeliest tokens, verified as fixed choices. Both are lossless.
@@ -80,6 +83,7 @@ def grow_trees(
     drawing = torch.tensor([sampled and s.request.temperature > 1e-5 for s in states], device=device)
     depths = torch.tensor([limit.depth for limit in limits], device=device)
     any_drawn, all_drawn = bool(drawing.any()), bool(drawing.all())
+    fixed = None if by_rank is None else torch.tensor(by_rank, device=device).log()
     own_slot = torch.eye(max(1, shape.num_slots), dtype=torch.bool, device=device)
 
     def children(logits: Tensor, width: int, paths: Tensor, at: int) -> tuple[Tensor, Tensor]:
@@ -103,6 +107,8 @@ def grow_trees(
                 log_probs = torch.where(mine, drawn.log_probs, log_probs)
         assert ids is not None
         assert log_probs is not None
+        if fixed is not None:
+            log_probs = torch.where(log_probs == -torch.inf, log_probs, fixed)
         log_probs = log_probs.view(batch, width, k).masked_fill((depths < at)[:, None, None], -torch.inf)
         return ids.view(batch, width, k), log_probs
 
