@@ -102,6 +102,7 @@ def gumbel_row(vocab: int, seed: int, position: int, purpose: int, salt: int = 0
 RING = 0x40  # or-ed to a purpose: place, coin and waiting time of one ring of a group's clock
 BLOCK_TOKENS, GROUPS = 1024, 32  # group 32 b + l: the tokens 1024 b + 32 place + l, place from 0 to 31
 RACE_END = 1024.0  # in units of 32 / (the row's mass)
+BOUND_STEPS, LAST_BOUND = 8.0, 255.0  # bounds lie at multiples of 1/8 below the row's largest log weight, 255 at most
 
 
 def exponential_row(count: int, seed: int, position: int, purpose: int) -> np.ndarray:
@@ -166,14 +167,23 @@ class PhiloxDice:
     def race(self, law: np.ndarray, weights: np.ndarray, *, depth: int) -> int:
         """An index in proportion to `weights` <= `law` (of mass 1): the first ring that is taken (race.h).
 
-        Clock g rings at rate 32 b, b the largest mass of its 32 tokens; a ring chooses a place evenly, and its token
-        takes it with probability weights / b. Undecided by RACE_END: `pick`."""
+        Clock g rings at rate 32 b, b the largest mass of its 32 tokens (rounded up to exp(-n/8) of the row's); a ring
+        chooses a place evenly, and its token takes it with probability weights / b. Undecided by RACE_END: `pick`."""
         position, padded = self.position + depth, -len(law) % BLOCK_TOKENS
         law, weights = (np.pad(np.asarray(row, dtype=np.float64), (0, padded)) for row in (law, weights))
-        bounds = law.reshape(-1, BLOCK_TOKENS // GROUPS, GROUPS).max(axis=1).ravel()
-        first = exponential_row(len(bounds), self.seed, position, rng.RACE)
+        largest = law.reshape(-1, BLOCK_TOKENS // GROUPS, GROUPS).max(axis=1).ravel()
+        first = exponential_row(len(largest), self.seed, position, rng.RACE)
         with np.errstate(divide="ignore"):
+            steps = np.minimum(np.log(law.max() / largest) * BOUND_STEPS, LAST_BOUND)
+            bounds = np.where(largest > 0, law.max() * np.exp(-np.floor(steps) / BOUND_STEPS), 0.0)
             first = first / bounds
+        # where rounding goes is a decision too, for groups that can ring before the end either way
+        unsure = np.where((steps > 0) & (steps < LAST_BOUND), np.abs(steps - np.round(steps)) / BOUND_STEPS, np.inf)
+        early = first * np.exp(-1 / BOUND_STEPS)
+
+        def settle(end: float) -> None:
+            self.margin = min(self.margin, float(unsure[early < end].min(initial=np.inf)))
+
         rings = [(float(first[g]), int(g), 0) for g in np.flatnonzero(first < RACE_END * (1 + 1e-5))]
         heapq.heapify(rings)
         while rings and rings[0][0] < RACE_END:
@@ -186,8 +196,10 @@ class PhiloxDice:
             if u * bound < weights[token]:
                 following = min(rings[0][0] if rings else np.inf, RACE_END)
                 self.margin = min(self.margin, float(np.log(following / time)))
+                settle(time)
                 return token
             heapq.heappush(rings, (time - float(np.log1p(-rng.coin(words[3]))) / bound, group, count + 1))
         if rings:
             self.margin = min(self.margin, float(np.log(rings[0][0] / RACE_END)))
+        settle(RACE_END)
         return self.pick(weights[: len(weights) - padded], depth=depth)

@@ -2,7 +2,7 @@
 
 Rank r's columns follow rank r - 1's; shards begin at multiples of 32 ids. What crosses ranks is integers (order keys,
 masses of 2^-44, ids) and one float64 score a row, so the result depends on neither the number of shards nor their order
-of arrival: an unfiltered row takes 40 bytes of reductions in all, top-k and top-p 8 KiB of histograms each. Plain torch
+of arrival: an unfiltered row takes 30 bytes of reductions in all, top-k and top-p 8 KiB of histograms each. Plain torch
 on any device; nothing is read on the host.
 """
 
@@ -43,6 +43,11 @@ class Shards:
 
     def total(self, tensor: Tensor) -> Tensor:
         return self.reduce(tensor.clone(), dist.ReduceOp.SUM)
+
+    def vocabulary(self, columns: int, vocab_size: int | None, device: torch.device) -> Tensor:
+        """int64 [1], how many ids there are."""
+        every = self.total(torch.tensor([columns], device=device))
+        return every if vocab_size is None else every.clamp_max(vocab_size)
 
     def starts(self, start: int, device: torch.device) -> Tensor:
         """int64 [world], where every rank's columns begin."""
@@ -114,8 +119,8 @@ def draw(seed: Tensor, position: Tensor, purpose: int, block: Tensor, salt: Tens
     return philox(counter, wide(seed & MASK), wide(seed >> 32 & MASK))
 
 
-def exponentials(seed: Tensor, position: Tensor, purpose: int, start: int, count: int) -> tuple[Tensor, Tensor]:
-    """(exponential times float64, their words int64) [R, count] of the ids from `start` (a multiple of 4)."""
+def exponentials(seed: Tensor, position: Tensor, purpose: int, start: int, count: int) -> Tensor:
+    """float64 [R, count], exponential times of the ids from `start` (a multiple of 4)."""
     blocks = torch.arange(start // 4, (start + count + 3) // 4, device=seed.device).expand(len(seed), -1)
 
     def words(kind: int) -> Tensor:
@@ -123,4 +128,4 @@ def exponentials(seed: Tensor, position: Tensor, purpose: int, start: int, count
 
     first = words(purpose)
     cell = torch.where(first < TAIL_WORDS, (words(purpose | TAIL).double() + 0.5) * 2.0**-32, 0.5)
-    return -(-(first.double() + cell) * 2.0**-32).log1p(), first
+    return -(-(first.double() + cell) * 2.0**-32).log1p()

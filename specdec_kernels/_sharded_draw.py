@@ -2,12 +2,12 @@
 
     every rank's columns     ... | block of 1024 | block of 1024 | blo:ck of 1024 | block ...
                                                      rank 0        :      rank 1
-    group                    a lane of 32 tokens of a block (csrc/sampling/race.h), its bound the largest kept logit:
-                             the blocks that a boundary cuts (one a boundary) have their 32 bounds reduced
+    group                    a lane of 32 tokens of a block (csrc/sampling/race.h), its bound one of 256: the blocks
+                             that a boundary cuts (one a boundary) have their 32 bounds reduced, a byte each
 
 A rank takes the rings whose token is its own; the first taken ring anywhere wins, so the best score over ranks is the
-race of one process. A race lasts until 1024 rings are expected, and no more than 2048 / n groups ring n times (but with
-probability exp(-395)): eleven steps of 2048 rings, twice as many of half as many groups each time, look at all of them.
+race of one process. A race lasts until 1161 rings are expected, and no more than 2048 / n groups ring n times (but with
+probability exp(-275)): eleven steps of 2048 rings, twice as many of half as many groups each time, look at all of them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec_kernels._sharded import EMIT, LARGEST, NO_TIE, RACE, draw, exponentials
+from specdec_kernels._sharded import EMIT, NO_TIE, RACE, draw, exponentials
 from specdec_kernels._sharded_law import Law
 from specdec_kernels._sharded_trees import log_residual
 
 BLOCK_TOKENS, LANES, PLACES = 1024, 32, 32
 RING, MAX_GROUPS = 0x40, 1 << 14
 RACE_END, RINGS = 1024.0, 2048
+BOUND_STEPS, LAST_BOUND = 8.0, 255.0
 CELL = 2.0**-32
 
 
@@ -36,30 +37,29 @@ def coins(words: list[Tensor]) -> tuple[Tensor, Tensor]:
     return u.clamp_max(1.0 - 2.0**-53), torch.where(words[0] < 1 << 31, u.log(), torch.log1p(-rest))
 
 
-def _bounds(law: Law, starts: Tensor, dtype: torch.dtype) -> Tensor:
-    """float64 [R, groups], log of the largest weight of every group of this rank's blocks; -inf where none is kept."""
+def _bounds(law: Law, starts: Tensor) -> Tensor:
+    """float64 [R, groups], log of the bound of every group of this rank's blocks (csrc/sampling/race.h)."""
     rows, first = len(law.x), law.start // BLOCK_TOKENS
     ahead, width = law.start % BLOCK_TOKENS, law.x.shape[1]
     kept = torch.where(law.kept(), law.x, -torch.inf)
     kept = torch.nn.functional.pad(kept, (ahead, -(ahead + width) % BLOCK_TOKENS), value=-math.inf)
     largest = kept.view(rows, -1, PLACES, LANES).amax(2)
-    blocks = largest.shape[1]
+    steps = ((largest - law.peak[:, None]) * law.tau[:, None] * -BOUND_STEPS).clamp_max(LAST_BOUND).to(torch.uint8)
+    blocks = steps.shape[1]
     if len(starts) > 1:
         cut = starts[1:] // BLOCK_TOKENS - first
         mine = torch.where((cut >= 0) & (cut < blocks), cut, blocks)  # the spare block is nobody's
-        wide = torch.cat([largest, torch.full_like(largest[:, :1], -torch.inf)], 1)
-        shared = law.shards.largest(wide[:, mine].to(dtype))  # exact: logits of this type, +inf among them
-        wide[:, mine] = shared.float().clamp_max(LARGEST)
-        largest = wide[:, :blocks]
-    bounds = ((largest - law.peak[:, None]) * law.tau[:, None]).double()
-    return torch.where(largest > -torch.inf, bounds, -torch.inf).flatten(1)
+        wide = torch.cat([steps, torch.full_like(steps[:, :1], int(LAST_BOUND))], 1)
+        wide[:, mine] = law.shards.smallest(wide[:, mine])
+        steps = wide[:, :blocks]
+    return steps.double().flatten(1) / -BOUND_STEPS
 
 
-def race(law: Law, weights: list[Tensor], starts: Tensor, dtype: torch.dtype, seed: Tensor, position: Tensor):
+def race(law: Law, weights: list[Tensor], starts: Tensor, seed: Tensor, position: Tensor):
     """(score, id) [R] of this rank's best ring for each of `weights` (float64 [R, Vs], at most the row's own)."""
-    bound = _bounds(law, starts, dtype)
+    bound = _bounds(law, starts)
     group = law.start // BLOCK_TOKENS * LANES + torch.arange(bound.shape[1], device=bound.device)
-    time, _ = exponentials(seed, position, RACE, law.start // BLOCK_TOKENS * LANES, bound.shape[1])
+    time = exponentials(seed, position, RACE, law.start // BLOCK_TOKENS * LANES, bound.shape[1])
     end = (bound - (law.log_mass - math.log(RACE_END))).exp()
     group = group.expand_as(bound)
     none = torch.full((len(bound),), -torch.inf, dtype=torch.float64, device=bound.device)
@@ -111,7 +111,6 @@ def draw_last(
     log_q: Tensor | None,
     what: Leftover,
     starts: Tensor,
-    dtype: torch.dtype,
     seed: Tensor,
     position: Tensor,
     can_reject: bool,
@@ -134,29 +133,22 @@ def draw_last(
         torch.where(on[:, None], w, -torch.inf)
         for on, w in zip((what.rejected, what.rejected & what.twice), weights, strict=False)
     ]
-    time, words = exponentials(seed, position, EMIT, p.start, p.x.shape[1])
-    noise, seen = -time.log(), _in_reach(p, words)
+    noise = -exponentials(seed, position, EMIT, p.start, p.x.shape[1]).log()
     levels = []
-    raced = race(p, weights, starts, dtype, seed, position) if can_reject else []
+    raced = race(p, weights, starts, seed, position) if can_reject else []
     for weight, winner in zip(weights, raced, strict=False):
-        levels += [winner, _pick(torch.where(seen, weight + noise, -torch.inf), p.ids)]
+        levels += [winner, _pick(weight + noise, p.ids)]
     levels.append(_pick(scaled + noise, p.ids))
     scores, ids = torch.stack([score for score, _ in levels]), torch.stack([found for _, found in levels])
     some = scores > -torch.inf
     mine = torch.where(some.any(0), some.int().argmax(0), len(levels))
-    level = p.shards.smallest(mine)
+    level = p.shards.smallest(mine.to(torch.uint8)).long()
     at = level.clamp_max(len(levels) - 1)[None]
     score = torch.where(mine == level, scores.gather(0, at)[0], -torch.inf)
     best = p.shards.largest(score)
-    found = p.shards.smallest(torch.where((score == best) & (best > -torch.inf), ids.gather(0, at)[0], NO_TIE))
+    found = torch.where((score == best) & (best > -torch.inf), ids.gather(0, at)[0], NO_TIE)
+    found = p.shards.smallest(found.int()).long()
     return torch.where(found == NO_TIE, p.argmax[:, 0], found), what.rejected & (level >= 2)
-
-
-def _in_reach(p: Law, words: Tensor) -> Tensor:
-    """A token of weight below 2^-95 is seen where its word is small enough (the bar of csrc/sampling/pick_cpu.h)."""
-    mantissa, exponent = words.double().frexp()
-    bits = torch.where(words > 0, 125.0 + exponent + 2.0 * mantissa, 0.0)
-    return bits <= 254.0 + (p.x - p.peak).double() * p.rate
 
 
 def _pick(score: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,6 @@ from specdec_kernels._sharded import (
     EMIT,
     LARGEST,
     LOG2E,
-    MASK,
     MASS_SCALE,
     NO_TIE,
     Shards,
@@ -31,13 +30,15 @@ SCALARS = (
 
 class Law:
     """The law of rows [R, Vs] (this rank's columns, the ids from `start`) under the filters; its scalars, [R, 1], are
-    the same everywhere."""
+    the same everywhere. vocab: int64 [1], how many ids there are."""
 
-    def __init__(self, x: Tensor, start: int, sampling: Sampling, shards: Shards):
+    def __init__(self, x: Tensor, start: int, sampling: Sampling, shards: Shards, vocab: Tensor):
         self.shards, self.start = shards, start
         self.ids = ids = torch.arange(start, start + x.shape[1], device=x.device)
         nan, inf = (x != x).any(1), (x > LARGEST).any(1)
         self.x = x = torch.where(x != x, -torch.inf, x).clamp_max(LARGEST)
+        seen = shards.largest(torch.stack([nan, inf], 1).to(torch.uint8)) > 0
+        nan, inf = seen.unbind(1)
         key = shards.largest((order_key(x) << 31 | (NO_TIE - ids)).amax(1))
         peak = order_value(key >> 31)
         self.is_empty = ~(peak > -torch.inf)[:, None]
@@ -55,14 +56,12 @@ class Law:
         if least is not None:
             self.threshold = torch.where((least > 0)[:, None], self._least_kept(least), self.threshold)
         top_k = sampling.top_k[:, None].long() if sampling.top_k is not None else torch.zeros_like(self.argmax)
-        size = shards.total(torch.tensor([x.shape[1]], device=x.device))
-        has_k = (top_k > 0) & (top_k < size)
+        has_k = (top_k > 0) & (top_k < vocab)
         if sampling.top_k is not None:
             self._select(torch.ones_like(ids).expand(x.shape), top_k, has_k)
         one = (weights(self.x, self.peak, self.rate).double() * MASS_SCALE).round().long()
         mass = torch.where(has_k, torch.where(self.kept(), one, 0).sum(1, keepdim=True), self.fours())
-        self.mass, seen = shards.total(torch.cat([mass, nan[:, None] + (inf[:, None].long() << 32)], 1)).split(1, 1)
-        nan, inf = (seen[:, 0] & MASK) > 0, seen[:, 0] >> 32 > 0
+        self.mass = shards.total(mass)
         self.flags = (nan * Flag.NAN_LOGIT | inf * Flag.INF_LOGIT | self.is_empty[:, 0] * Flag.DEAD_ROW).int()
         self.flags |= (fault * Flag.PARAMETER).int()
         if p is not None:
@@ -164,22 +163,25 @@ class Law:
 
     def draw(self, seed: Tensor, position: Tensor) -> Tensor:
         """[R] ids: argmax of log weight + Gumbel noise, ties to the lowest."""
-        time, _ = exponentials(seed, position, EMIT, self.start, self.x.shape[1])
+        time = exponentials(seed, position, EMIT, self.start, self.x.shape[1])
         score = self.scaled() - time.log()
         best = self.shards.largest(score.amax(1, keepdim=True))
         found = torch.where((score == best) & (score > -torch.inf), self.ids, NO_TIE).amin(1, keepdim=True)
-        found = self.shards.smallest(found)
+        found = self.shards.smallest(found.int()).long()
         return torch.where(self.is_point | (found == NO_TIE), self.argmax, found)[:, 0]
 
-    def logit_of(self, token: Tensor) -> Tensor:
-        """float32 [R, 1], the logit of one id a row."""
-        mine = self.ids == token[:, None]
-        return self.shards.largest(torch.where(mine, self.x, -torch.inf).amax(1, keepdim=True))
+    def logits_at(self, row: Tensor, token: Tensor) -> Tensor:
+        """float32 [n, 1], logits of ids in rows; -inf where an id does not exist."""
+        column = token - self.start
+        mine = (column >= 0) & (column < self.x.shape[1])
+        x = self.x[row, column.clamp(0, self.x.shape[1] - 1)]
+        return self.shards.largest(torch.where(mine, x, -torch.inf))[:, None]
 
 
-def reported(law: Law, plain: Law, x: Tensor, token: Tensor, wanted: str) -> Tensor:
-    """float32 [R] or [R, 2], log-probabilities of one id a row whose logit is x [R, 1]: raw, processed or both."""
-    raw = plain.log_prob(x, token[:, None])
-    processed = torch.where(law.is_point, raw, law.log_prob(x, token[:, None]))
+def reported(law: Law, plain: Law, x: Tensor, raw_plain: Law, raw_x: Tensor, token: Tensor, wanted: str) -> Tensor:
+    """float32 [R] or [R, 2], log-probabilities of one id a row: raw, of the logits as they came (raw_x [R, 1]), and
+    processed, of the edited ones (x [R, 1])."""
+    raw = raw_plain.log_prob(raw_x, token[:, None])
+    processed = torch.where(law.is_point, plain.log_prob(x, token[:, None]), law.log_prob(x, token[:, None]))
     columns = [raw] * (wanted != "processed") + [processed] * (wanted != "raw")
     return torch.cat(columns, 1).float().squeeze(1) if len(columns) == 1 else torch.cat(columns, 1).float()

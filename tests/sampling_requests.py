@@ -16,7 +16,8 @@ from python_ref.sampling_verify import verify_request
 from tests.conftest import Backend
 from tests.sampling_helpers import emitted, floats, ints, path, sampling_tensors, tree_tensors, verify
 
-ONE_IN = {"triton_interpret": 29, "triton_ptx": 29}  # of enumerated requests: seconds each
+SLOW = ("triton_interpret", "triton_ptx")  # about a second a request
+ONE_IN = 29  # of random requests, on slow paths
 EPSILON = 1e-5  # distance of swept coins from their float64 threshold
 
 
@@ -130,9 +131,50 @@ def parameters_of(backend: Backend, requests: Sequence[Request], parameters: Seq
     )
 
 
+class BranchDice(PhiloxDice):
+    """Notes which way every decision went, and whether it was open: what two requests of one branch share."""
+
+    def __init__(self, request: Request):
+        super().__init__(request.seed, request.position, request.step, request.uniforms)
+        self.branch: list[Any] = []
+
+    def coin(self, ratio: float, **key: int) -> bool:
+        taken = super().coin(ratio, **key)
+        self.branch.append((taken, 0 < ratio < 1))
+        return taken
+
+    def bucket(self, masses: Sequence[float], **key: int) -> int | None:
+        hit = super().bucket(masses, **key)
+        self.branch.append(hit)
+        return hit
+
+    def pick(self, weights: np.ndarray, *, depth: int) -> int:
+        self.branch.append("pick")
+        return super().pick(weights, depth=depth)
+
+    def race(self, law: np.ndarray, weights: np.ndarray, *, depth: int) -> int:
+        self.branch.append("race")
+        return super().race(law, weights, depth=depth)
+
+
+def branches(backend: Backend, requests: Iterable[Request], method: str) -> list[Request]:
+    """All enumerated requests; on slow paths the first clear one of every branch: of each sequence of decisions, path
+    and flags that the reference takes among them."""
+    requests = list(requests)
+    if backend.name not in SLOW:
+        return requests
+    first: dict[Any, Request] = {}
+    for request in requests:
+        dice = BranchDice(request)
+        right, distance = request.reference(method, dice=dice)
+        if distance >= EPSILON / 2:
+            first.setdefault((tuple(dice.branch), tuple(right.nodes), right.flags), request)
+    return list(first.values())
+
+
 def share(backend: Backend, requests: Iterable[Request]) -> list[Request]:
-    """All of them, or every n-th on paths that take a second for one."""
-    return list(requests)[:: ONE_IN.get(backend.name, 1)]
+    """All of them, or every n-th on slow paths."""
+    return list(requests)[:: ONE_IN if backend.name in SLOW else 1]
 
 
 def compare(

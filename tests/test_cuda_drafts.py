@@ -33,6 +33,15 @@ def test_siblings_in_draw_order(coupled: bool, gpu: Backend):
     same(gpu, "draft_sample", logits, 3, sampling, d2t=d2t, vocab_size=310, **options)
 
 
+def test_siblings_from_the_far_tail(gpu: Backend):
+    """Weights of 2^-90 to 2^-130 of the first one's: no float comparison may lose them."""
+    logits = torch.full((6, 40), -INF)
+    logits[:, 3], logits[:, 10:22] = 0.0, torch.linspace(-62, -91, 12)
+    options = dict(row_requests=torch.arange(6).int(), row_positions=torch.arange(6))
+    drawn = same(gpu, "draft_sample", logits, 9, sampling_tensors(6, seed=range(6)), **options)
+    assert (drawn.token_ids >= 0).all()
+
+
 @pytest.mark.parametrize("method", ["target_only", "rejection"])
 def test_probabilities(method: str, gpu: Backend):
     """Chains and trees, dyadic and other laws, faults; coins on both sides."""

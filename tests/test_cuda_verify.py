@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import specdec_kernels as sk
+from tests import cuda_on_cpu
 from tests.conftest import Backend
 from tests.cuda_paths import place, same
 from tests.sampling_helpers import bit_rows, chain, floats, ints, sampling_tensors, tree_tensors
@@ -182,6 +183,20 @@ def test_one_workspace_for_calls_of_any_size(gpu: Backend):
     options = {name: place(value, gpu.device) for name, value in large[1].items()}
     with pytest.raises(ValueError, match="verify: workspace: expected at least"):
         sk.verify(*arguments, form="eager", workspace=workspace[:256], **options, **gpu.kwargs)
+
+
+def test_at_most_two_launches(gpu: Backend):
+    """Rows and walk, then the last token; the walk alone where it draws nothing, and in the lazy form."""
+    gpu.require("verify")
+    if gpu.name == "cuda":
+        pytest.skip("outside the sizes of backend cuda: the runtime counts launches")
+    library = cuda_on_cpu.suite_library()
+    for method, form in itertools.product(METHODS, ("eager", "lazy")):
+        arguments, options = call_of(requests_for(method, 37, 3), method)
+        before = library.emulated_launch_count()
+        sk.verify(*arguments, form=form, **options, **gpu.kwargs)
+        launches = library.emulated_launch_count() - before
+        assert launches == (1 if form == "lazy" or method in ("greedy", "coupled") else 2), (method, form)
 
 
 def test_empty_batches(gpu: Backend):

@@ -36,6 +36,26 @@ def draw(backend: Backend, logits, k, *, requests=None, positions=None, paths=No
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_siblings_from_the_far_tail(wide, backend: Backend):
+    """Next to nothing is left behind the first draw (a peaked row, a low temperature): the rest comes all the same, by
+    its own law, and among many ids without weight."""
+    R, V = 4000 if backend.name in ("cpu", "cuda") else 300, 5000 if wide else 12
+    if wide:
+        R = R // 10
+    tail = np.array([0.4, 0.3, 0.2, 0.1])
+    places = np.arange(4) * (V // 4) + 1
+    logits = np.full(V, -INF, dtype=np.float32)
+    logits[0], logits[places] = 0.0, (np.log(tail) - 80).astype(np.float32)
+    out = draw(backend, np.tile(logits, (R, 1)), 5, parameters={"seed": np.arange(R)})
+    ids = out.token_ids.cpu().numpy()
+    assert (ids[:, 0] == 0).all()
+    assert (np.sort(ids, 1) == np.sort([0, *places])).all()
+    assert_law((ids[:, 1:2] == places).sum(0), tail)
+    short = draw(backend, np.tile(logits, (9, 1)), 7).token_ids
+    assert (short[:, 5:] == -1).all()
+
+
 @pytest.mark.parametrize("vocab", [5, 37, 1025, 5000])
 @pytest.mark.parametrize("coupled", [False, True])
 def test_tokens_equal_the_float64_reference(vocab, coupled, backend: Backend):

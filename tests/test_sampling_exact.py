@@ -30,7 +30,7 @@ from tests.sampling_helpers import (
     path,
     verify_is_built,  # noqa: F401
 )
-from tests.sampling_requests import Request, compare, random_request, share, sweep
+from tests.sampling_requests import Request, branches, compare, random_request, share, sweep
 
 FORMS = ["eager", "lazy"]
 
@@ -70,7 +70,7 @@ def test_chains_by_enumeration(method, vocab, gamma, one_hot, form, backend: Bac
     requests = [
         sweep(request, method, rng) for request in chains(rng, vocab, gamma, sets=6, one_hot=one_hot) for _ in range(4)
     ]
-    compare(backend, share(backend, requests), method, form=form)
+    compare(backend, branches(backend, requests, method), method, form=form)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -89,7 +89,7 @@ def test_siblings_by_enumeration(method, vocab, k, form, backend: Backend):
             for _ in range(4):
                 request = Request(rows, [0, *tokens], [-1] + [0] * k, log([draft]), drawn, seed=number)
                 requests.append(sweep(request, method, rng))
-    compare(backend, share(backend, requests), method, form=form)
+    compare(backend, branches(backend, requests, method), method, form=form)
 
 
 @pytest.mark.parametrize("vocab", [5, 37])

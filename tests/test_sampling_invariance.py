@@ -154,6 +154,25 @@ def test_instruction_sets(method, backend: Backend, limit_isa):
     assert all(other == found[0] for other in found), f"levels {levels}"
 
 
+def test_instruction_sets_on_far_tails(limit_isa):
+    """Siblings of weights down to 2^-200 of the row's largest, some of small words, and filters on the way."""
+    R, V = 64, 700
+    logits = torch.randn(R, V) * 2 - torch.rand(R, V) * 140
+    logits[:, 5] = 3.0
+    for filters in ({}, {"top_k": 300}, {"top_p": 0.9}):
+        found = []
+        for level in range(5):
+            limit_isa(level)
+            drawn = sk.draft_sample(
+                logits, 60, sampling_tensors(R, seed=range(R), **filters), row_requests=torch.arange(R).int(),
+                row_positions=torch.arange(R),
+            )  # fmt: skip
+            found.append(drawn.token_ids)
+        assert all(torch.equal(other, found[0]) for other in found), filters
+        if not filters:
+            assert (found[0] >= 0).all()
+
+
 def test_request_order_handles_only_those_requests(backend: Backend):
     requests = some_requests("target_only", vocab=129)
     for request in requests:

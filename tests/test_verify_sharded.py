@@ -32,10 +32,12 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Ranks]:
     return make
 
 
-def batch(seed: int, vocab: int, method: str, requests: int, *, filters: bool = True, dtype=torch.float32) -> dict:
+def batch(
+    seed: int, vocab: int, method: str, requests: int, *, filters: bool = True, edits: bool = False, dtype=torch.float32
+) -> dict:
     """Arguments of `verify`: random trees (chains for block), laws near each other, and every fault of data."""
     rng = random.Random(seed)
-    made = [random_request(rng, vocab, rng.randint(1, 9), edits=False) for _ in range(requests)]
+    made = [random_request(rng, vocab, rng.randint(1, 9), edits=edits) for _ in range(requests)]
     for request in made:
         if method == "block" and rng.random() < 0.9:
             last = len(request.parents) - 1
@@ -82,7 +84,37 @@ def batch(seed: int, vocab: int, method: str, requests: int, *, filters: bool = 
         requests, temperature=heat, **numbers, seed=[r.seed for r in made], position=[r.position for r in made],
         step=[r.step for r in made],
     )  # fmt: skip
+    if edits:
+        entries = [[*sorted(row.items()), *sorted(row.items())[:1]] for r in made for row in r.bias]  # one id twice
+        cu = ints(np.cumsum([0] + [len(row) for row in entries]))
+        flat = [entry for row in entries for entry in row]
+        options["bias"] = (cu, ints([token for token, _ in flat]), floats([value for _, value in flat]))
+        options["allowed"] = torch.as_tensor(np.concatenate([r.allowed for r in made]))
+        options["vocab_size"] = vocab - rng.choice([0, 3, 40])
     return dict(target_logits=logits.to(dtype), draft_token_ids=ints(ids), tree=tree, sampling=sampling) | options
+
+
+def reduced(seed: int, vocab: int, method: str, requests: int, **more: Any) -> dict:
+    """The same with drafts from a third of the vocabulary; two columns without an id, one id with two columns."""
+    arguments, draws = batch(seed, vocab, method, requests, **more), torch.Generator().manual_seed(seed)
+    ids = torch.randperm(vocab, generator=draws)[: vocab // 3].sort().values
+    arguments["draft_logits"] = arguments["draft_logits"][:, ids]
+    ids[3], ids[9], ids[5] = vocab + 5, -2, ids[4]
+    arguments["d2t"] = (ids - torch.arange(len(ids))).int()
+    row = arguments["draft_rows"].long()
+    likely = arguments["draft_logits"].float()[row.clamp(0, len(arguments["draft_logits"]) - 1)].topk(3).indices
+    some = ids[likely[torch.arange(len(row)), torch.randint(0, 3, row.shape, generator=draws)]].int()
+    keep = (row < 0) | (torch.rand(some.shape, generator=draws) < 0.2)
+    arguments["draft_token_ids"] = torch.where(keep, arguments["draft_token_ids"], some)
+    return arguments
+
+
+def shard_of(arguments: dict, begin: int, end: int) -> dict:
+    """What the rank with columns [begin, end) is given."""
+    columns = {"target_logits": slice(begin, end), "allowed": slice(begin // 32, -(-end // 32))}
+    if "d2t" not in arguments:
+        columns["draft_logits"] = slice(begin, end)
+    return arguments | {name: arguments[name][:, part] for name, part in columns.items() if name in arguments}
 
 
 def on_shards(group: Ranks, arguments: dict, **more: Any) -> list[Any]:
@@ -90,10 +122,7 @@ def on_shards(group: Ranks, arguments: dict, **more: Any) -> list[Any]:
     begin = split(arguments["target_logits"].shape[1], group.world)
 
     def work(rank: int) -> Any:
-        mine = {
-            name: value[:, begin[rank] : begin[rank + 1]] if name.endswith("_logits") else value
-            for name, value in arguments.items()
-        }
+        mine = shard_of(arguments, begin[rank], begin[rank + 1])
         return sk.verify_sharded(**mine, vocab_start=begin[rank], group=group, **more)
 
     return group.run(work)
@@ -124,6 +153,49 @@ def test_shards_give_what_one_process_gives(method, world, ranks):
     assert drafts > (3 if method in DRAWN else -1)
 
 
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("method", METHODS)
+def test_edited_rows_on_shards(method, world, ranks):
+    """Masks and biases of every node; a vocabulary that ends before the last shard does, or before it begins."""
+    for seed, vocab in ((0, 97 if world == 3 else 37), (2, 1500)):
+        check(ranks(world), batch(seed + world, vocab, method, 12, edits=True), (method, seed, vocab))
+    few = batch(5, 97, method, 6, edits=True) | dict(vocab_size=50)
+    check(ranks(world), few, (method, "few ids"))
+
+
+@pytest.mark.parametrize("edits", [False, True], ids=["plain", "edited"])
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("method", DRAWN)
+def test_reduced_draft_vocabulary_on_shards(method, world, edits, ranks):
+    drafts = 0
+    for seed, vocab in ((0, 97), (1, 1500)):
+        right = check(ranks(world), reduced(seed, vocab, method, 12, edits=edits), (method, seed, vocab))
+        drafts += int((right.num_emitted - 1).clamp_min(0).sum())
+    assert drafts > 1
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_sample_from_edited_rows_on_shards(world, ranks):
+    arguments = batch(3, 1500, "greedy", 12, edits=True)
+    R, group, begin = len(arguments["target_logits"]), ranks(world), split(1500, world)
+    sampling = sampling_tensors(
+        R, temperature=[(1.0, 0.0, 0.6)[r % 3] for r in range(R)], top_p=[(1.0, 0.8)[r % 2] for r in range(R)],
+        seed=range(R),
+    )  # fmt: skip
+    edits = {name: arguments[name] for name in ("allowed", "bias", "vocab_size")}
+    for wanted in ("raw", "processed", "both"):
+        right = sk.sample(arguments["target_logits"], sampling, return_logprobs=wanted, **edits)
+
+        def work(rank: int, wanted: str = wanted) -> Any:
+            mine = shard_of(arguments, begin[rank], begin[rank + 1])
+            own = edits | dict(allowed=mine["allowed"], vocab_start=begin[rank], group=group)
+            return sk.sample_sharded(mine["target_logits"], sampling, return_logprobs=wanted, **own)
+
+        for found in group.run(work):
+            for a, b in zip(found, right, strict=True):
+                assert torch.equal(a, b), (world, wanted)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
 def test_many_batches_on_shards(method, ranks):
@@ -134,7 +206,9 @@ def test_many_batches_on_shards(method, ranks):
         vocab = rng.choice([5, 33, 97, 131, 1025, 1500, 2049, 5000])
         world = rng.randint(1, max(1, min(4, vocab // 32)))  # no shard is empty
         dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
-        right = check(ranks(world), batch(seed, vocab, method, 16, dtype=dtype), (method, seed, vocab, world))
+        make = reduced if method in DRAWN and seed % 3 == 0 and vocab > 90 else batch
+        made = make(seed, vocab, method, 16, edits=seed % 2 == 0 and vocab > 90, dtype=dtype)
+        right = check(ranks(world), made, (method, seed, vocab, world))
         flags |= int(np.bitwise_or.reduce(right.flags.numpy()))
     every = sk.Flag.NAN_LOGIT | sk.Flag.DEAD_ROW | sk.Flag.INF_LOGIT | sk.Flag.TOKEN_RANGE | sk.Flag.TREE
     assert flags & every == every, flags
@@ -185,10 +259,11 @@ def test_control_a_cut_block_needs_the_bounds_of_both_ranks(ranks, monkeypatch):
     assert (alone.output_token_ids != right.output_token_ids).any(1).float().mean() > 0.05
 
 
-@pytest.mark.parametrize(("dtype", "world"), [(torch.float32, 2), (torch.bfloat16, 3)])
-def test_bytes_that_cross_ranks(dtype, world, ranks):
+@pytest.mark.parametrize("gamma", [1, 4])
+@pytest.mark.parametrize(("dtype", "world"), [(torch.float32, 2), (torch.float32, 3), (torch.bfloat16, 3)])
+def test_bytes_that_cross_ranks(dtype, world, gamma, ranks):
     """At most 64 bytes a row of logits unfiltered; 8 KiB of histograms for top-k and for top-p."""
-    B, gamma, V = 4, 4, 1500
+    B, V = 4, 1500
     N, draws = B * (gamma + 1), torch.Generator().manual_seed(0)
     logits, draft = (torch.randn(n, V, generator=draws).to(dtype) for n in (N, B * gamma))
     arguments = dict(target_logits=logits, draft_token_ids=torch.zeros(N).int(), tree=tree_tensors([chain(gamma)] * B))
@@ -215,6 +290,9 @@ def test_arguments(ranks):
         sk.verify_sharded(**(arguments | dict(method="other")), **shard)
     with pytest.raises(ValueError, match="verify_sharded: draft_logits: expected 64 columns as target_logits, got 63"):
         sk.verify_sharded(**(arguments | dict(draft_logits=arguments["draft_logits"][:, 1:])), **shard)
+    words = torch.zeros(1, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"verify_sharded: allowed: expected this shard's words \[\d+, 2\], got"):
+        sk.verify_sharded(**(arguments | dict(allowed=words)), **shard)
     with pytest.raises(ValueError, match="verify_sharded: vocab_start: expected a multiple of 32, got 8"):
         sk.verify_sharded(**arguments, vocab_start=8, group=None)
     with pytest.raises(ValueError, match="verify_sharded: draft_logits: expected the rows that draft_rows points into"):

@@ -45,8 +45,11 @@ inline void aim(ScanArgs& args, const RowLaw& law, double to_beat) {
   args.floor = reach > law.threshold ? reach : law.threshold;
   if (args.floor < -kInfLogit || args.floor != args.floor) args.floor = -kInfLogit;
   constexpr double kMargin = 2e-3;  // for float32 rounding of the comparison
-  double limit = 159.0 + kMargin - to_beat * 1.4426950408889634;
-  args.limit = static_cast<float>(limit < 254.0 ? limit : 254.0) * 8388608.0f;
+  const double limit = 159.0 + kMargin - to_beat * 1.4426950408889634;
+  // Float bits end at 255: where little or nothing is to be beaten every word passes, whatever its token's weight.
+  const bool all = !(limit <= 254.0);
+  args.rate = all ? 0.0f : law.rate;
+  args.limit = static_cast<float>(all ? 254.0 : limit) * 8388608.0f;
 }
 
 // Tokens of a span that may win. Where filters leave few, noise is drawn for those alone and not for whole groups; a
@@ -111,16 +114,20 @@ int32_t race_token(Row row, const RowLaw& law, const NoiseKey& key, LogWeight&& 
   if (law.is_point) return pick_token(row, law, key, log_weight);
   row.is_clean = law.is_clean();
   read_groups(row, work);
-  Row maxima;
-  maxima.data = work.race_max.data();
-  maxima.size = num_groups(row.size);
-  maxima.is_clean = true;
+  std::vector<float>& bounds = work.race_bound;
+  bounds.resize(work.race_max.size());
+  for (size_t g = 0; g < bounds.size(); g++)
+    bounds[g] = work.race_max[g] >= law.threshold ? group_bound(law.scaled(work.race_max[g])) : -__builtin_huge_valf();
+  Row groups;  // a row of log weights: its law is the default one
+  groups.data = bounds.data();
+  groups.size = static_cast<int32_t>(bounds.size());
+  groups.is_clean = true;
+  const RowLaw unit;
   NoiseKey clocks = key;
   clocks.purpose = kPurposeRace;
   Leader best;
   best.score = law.log_mass - log(kRaceEnd);
-  auto race = [&](int32_t group, float max, uint32_t word) {
-    double bound = law.scaled(max);
+  auto race = [&](int32_t group, double bound, uint32_t word) {
     race_group(clocks, group, word, bound, best.score, best.id, [&](const Ring& ring) {
       if (ring.id >= row.size) return false;
       float logit = load_logit(row, ring.id);
@@ -131,10 +138,10 @@ int32_t race_token(Row row, const RowLaw& law, const NoiseKey& key, LogWeight&& 
   };
   const int32_t first = group_of(law.argmax);  // a good first bar
   Philox words = draw(clocks.seed, clocks.position, clocks.purpose, static_cast<uint32_t>(first) >> 2, clocks.salt);
-  race(first, law.max, words.word[first & 3]);
-  ScanArgs args{law.max, law.rate, 0.0f, 0.0f, PhiloxKeys(clocks)};
-  for_scan_steps(maxima, 0, maxima.size, work, [&](const Span& span) {
-    aim(args, law, best.score);
+  race(first, bounds[first], words.word[first & 3]);
+  ScanArgs args{unit.max, unit.rate, 0.0f, 0.0f, PhiloxKeys(clocks)};
+  for_scan_steps(groups, 0, groups.size, work, [&](const Span& span) {
+    aim(args, unit, best.score);
     int32_t count = row_kernels().scan(span, args, work.hits);
     for (int32_t h = 0; h < count; h++)
       if (work.hits[h].id != first) race(work.hits[h].id, work.hits[h].logit, work.hits[h].word);

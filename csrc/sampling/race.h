@@ -9,10 +9,11 @@
 //   992 993 994  ... 1023
 //
 // So token v takes rings at rate 32 b * 1/32 * w / b = w (thinning of a Poisson process, Lewis and Shedler 1979), and
-// the first taken ring anywhere is a draw in proportion to w. Groups whose first ring comes too late are never looked
-// into. The maxima are a by-product of reading the row. Where the residual is thin, many rings are taken by nobody: the
-// race ends at a fixed time, and what has not been decided by then is drawn token by token (pick_cpu.h) on noise of its
-// own: clocks have no memory, so the law stays the same.
+// the first taken ring anywhere is a draw in proportion to w. Any bound b >= w will do: it is rounded up to one of 256,
+// so that vocabulary shards which cut a block exchange a byte a group. Groups whose first ring comes too late are never
+// looked into. The maxima are a by-product of reading the row. Where the residual is thin, many rings are taken by
+// nobody: the race ends at a fixed time, and what has not been decided by then is drawn token by token (pick_cpu.h) on
+// noise of its own: clocks have no memory, so the law stays the same.
 #pragma once
 #include "noise.h"
 
@@ -22,8 +23,10 @@ constexpr int32_t kGroupBlock = 1024, kGroupLanes = 32, kGroupTokens = kGroupBlo
 constexpr uint32_t kPurposeRing = 0x40;  // or-ed to a purpose: place, coin and waiting time of one ring
 constexpr uint32_t kMaxGroups = 1 << 14;
 // In units of 32 / (the row's mass): a draw from the row itself is decided by then but for one in exp(32). At most so
-// many rings are expected in all.
+// many rings are expected in all, exp(1/8) times as many as bounds are rounded.
 constexpr double kRaceEnd = 1024.0;
+constexpr float kBoundSteps = 8.0f;  // a unit of log weight
+constexpr float kLastBound = 255.0f;
 
 SPECDEC_HD int32_t num_groups(int32_t size) {
   return (size + kGroupBlock - 1) / kGroupBlock * kGroupLanes;
@@ -33,6 +36,13 @@ SPECDEC_HD int32_t group_of(int32_t id) {
 }
 SPECDEC_HD int32_t member_of(int32_t group, int32_t place) {
   return group / kGroupLanes * kGroupBlock + place * kGroupLanes + group % kGroupLanes;
+}
+
+// Log of a group's bound from that of its largest weight (`scaled` <= 0, see RowLaw): the next multiple of 1/8 above
+// it; -255/8 below that.
+SPECDEC_HD float group_bound(float scaled) {
+  const float steps = scaled * -kBoundSteps;
+  return static_cast<float>(static_cast<int32_t>(steps < kLastBound ? steps : kLastBound)) * -(1.0f / kBoundSteps);
 }
 
 struct Ring {

@@ -66,8 +66,9 @@ __device__ __forceinline__ Winner block_race(const RowReader& reader, int32_t be
       const Philox words =
           draw(clocks.seed, clocks.position, clocks.purpose, static_cast<uint32_t>(group) >> 2, clocks.salt);
       const uint32_t word = word_of(words, static_cast<uint32_t>(group) & 3);
-      if (!(max > -INFINITY) || max < law.threshold || !can_beat(law, max, word, score)) continue;
-      const double bound = law.scaled(max);
+      const float log_bound = group_bound(law.scaled(max));
+      if (!(max > -INFINITY) || max < law.threshold || !can_beat(RowLaw(), log_bound, word, score)) continue;
+      const double bound = log_bound;
       race_group(clocks, group, word, bound, score, id, [&](const Ring& ring) {
         if (ring.id >= reader.row.size) return false;
         const float logit = clean_logit(edited_logit(reader.row, ring.id));

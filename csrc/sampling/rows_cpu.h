@@ -82,6 +82,7 @@ struct Scratch {
   std::vector<float> group_max;    // of the row read last
   std::vector<float> group_order;  // its copy, to be reordered
   std::vector<float> race_max;     // of race_row, see keep_groups
+  std::vector<float> race_bound;   // the logs of their bounds
   const void* race_row = nullptr;
   float row_min = 0.0f;  // of the row read last
   int32_t listed = 0;    // length of the two lists below

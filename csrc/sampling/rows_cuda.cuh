@@ -264,7 +264,8 @@ __device__ __forceinline__ double key_score(uint64_t key) {
 }
 
 // Which of four neighbours, at most in hope of a score above `to_beat`, are worth a logarithm: log2 of a word is at
-// least its float bits / 2^23 - 127 (see aim in pick_cpu.h). `words` are drawn for those that the filters kept only.
+// least its float bits / 2^23 - 127 (see aim in pick_cpu.h), and where next to nothing is to be beaten all of them are.
+// `words` are drawn for those that the filters kept only.
 __device__ __forceinline__ uint32_t kept_in_reach(const RowLaw& law, int32_t first, double to_beat, float (&x)[4]) {
   const float floor = static_cast<float>(to_beat - 46.5);
   uint32_t hope = 0;
@@ -276,9 +277,9 @@ __device__ __forceinline__ uint32_t kept_in_reach(const RowLaw& law, int32_t fir
   return hope;
 }
 __device__ __forceinline__ bool can_beat(const RowLaw& law, float logit, uint32_t word, double to_beat) {
-  const float limit = static_cast<float>(fmin(159.002 - to_beat * 1.4426950408889634, 254.0));
+  const float limit = static_cast<float>(159.002 - to_beat * 1.4426950408889634);
   const float bits = static_cast<float>(float_bits(static_cast<float>(word >> 8))) * 1.1920929e-7f + 8.0f;
-  return bits <= fmaf(logit - law.max, law.rate, limit);
+  return limit > 254.0f || bits <= fmaf(logit - law.max, law.rate, limit);
 }
 
 // Argmax of log weight + Gumbel noise over the kept ids in units [begin, end) and beside the row's own argmax. The

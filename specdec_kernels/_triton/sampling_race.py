@@ -28,7 +28,8 @@ def race(row, law, seed, position, tree, node, kind, what, drafted, log_c, view,
         group = base // 32 + lane
         word = words_of(seed, position, PURPOSE_RACE, salt, base // 32, 32)
         rung = exponential(seed, position, PURPOSE_RACE, salt, group, word)
-        bound = ((most - law[0]) * law[3]).to(tl.float64)
+        steps = tl.minimum((most - law[0]) * law[3] * -8.0, 255.0)  # rounded up to a multiple of 1/8
+        bound = steps.to(tl.int32).to(tl.float64) * -0.125
         live = (most > NONE) & (most >= law[4]) & (bound - tl.log(rung) > best)
         count = tl.zeros((), tl.int32)
         while tl.max(live.to(tl.int32), 0) > 0:

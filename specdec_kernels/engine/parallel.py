@@ -5,7 +5,7 @@ and either the whole rows of logits (transformers gathers them) or its own colum
 are verified where they are, see `verify_sharded`:
 
     lm_head "colwise_gather_output"   rank 0 [N, V]         rank 1 [N, V]        the same rows, verified twice
-    lm_head "colwise"                 rank 0 [N, V / 2]     rank 1 [N, V / 2]    48 bytes a row cross ranks
+    lm_head "colwise"                 rank 0 [N, V / 2]     rank 1 [N, V / 2]    up to 64 bytes a row cross
 
 Ranks stay in step because nothing that they decide differs: all-reduced states are the same bits everywhere, requests
 have the same seeds (`Parallel.same`), and decisions that depend on measured time are refused (`expect_alike`).
