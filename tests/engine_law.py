@@ -1,9 +1,12 @@
-"""Chi-square of an engine's sampled texts against the toy target's exact joint law."""
+"""Chi-square of an engine's sampled texts against its target's exact joint law."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import torch
 from scipy.stats import chi2
 
 from python_ref.decoder import ToyTarget, joint_law
@@ -48,3 +51,31 @@ def chi_square_p(
                 seen[tuple(event.result.token_ids)] += 1
     assert sum(seen.values()) == count
     return p_value(law, seen), engine
+
+
+@torch.inference_mode()
+def module_law(module: Any, prompt: list[int], length: int) -> dict[tuple[int, ...], float]:
+    """Joint law of `length` tokens behind the prompt, by a `transformers` module's own forward (eager attention)."""
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        texts = torch.tensor([[*prompt, *path] for path in law])
+        probs = module(texts, use_cache=False).logits[:, -1].double().softmax(-1).tolist()
+        law = {(*path, t): p * q for (path, p), row in zip(law.items(), probs) for t, q in enumerate(row)}
+    return law
+
+
+def sample_texts(
+    engine: Engine, count: int, length: int, *, max_tokens: int | None = None, between: Callable[[], Any] | None = None
+) -> Counter[tuple[int, ...]]:
+    """First `length` tokens of `count` texts at temperature 1; `between` is called behind every step."""
+    seen: Counter[tuple[int, ...]] = Counter()
+    for seed in range(count):
+        engine.add(Request(PROMPT, max_tokens=max_tokens or length, temperature=1.0, seed=seed, ignore_eos=True))
+    while engine.has_work:
+        for event in engine.step():
+            if event.result is not None:
+                seen[tuple(event.result.token_ids[:length])] += 1
+        if between is not None:
+            between()
+    assert sum(seen.values()) == count
+    return seen

@@ -67,3 +67,29 @@ def test_prefix_cache(tmp_path, capsys):
     assert all(values["evicted committed"] == 0 for values in ample.values())
     assert figures["heavy"]["discard"]["evicted committed"] > 0
     assert figures["heavy"]["discard"]["hit rate"] < discard["hit rate"]
+
+
+def test_distillation(tmp_path, capsys):
+    figures = run("distillation", tmp_path, capsys, "--shares", "0.5")
+    arms = figures["arms"]
+    online = arms["online, at most 50%"]
+    assert online["updates"] >= online["chunks"] >= 1
+    assert 0 < online["cost_share"] < 0.7  # the first turn is not known beforehand
+    assert 0 < arms["frozen"]["end"] < 1
+    assert arms["frozen"]["above_frozen"] == 0
+    before, after = arms["nats_before"], arms["nats_after"]
+    assert after[1] < before[1]  # it has moved towards the other text
+    rows = [json.loads(line) for line in (tmp_path / "distillation.jsonl").read_text().splitlines()]
+    assert [row["moving"] for row in rows] == [False] + [True] * (len(rows) - 1)
+
+
+def test_moe(tmp_path, capsys):
+    figures = run("moe", tmp_path, capsys)
+    assert all(0 < rate <= 1 for rate in figures["acceptance"].values())
+    low, high = figures["difference_interval"]
+    assert low <= figures["difference"] <= high
+    assert min(figures[name] for name in ("base_ms", "per_expert_ms", "per_token_ms")) >= 0
+    rows = [json.loads(line) for line in (tmp_path / "moe.jsonl").read_text().splitlines()]
+    one = [row["experts"] for row in rows if row["batch"] * row["tokens"] == 1]
+    assert one == [2]  # one layer, two experts a token
+    assert max(row["experts"] for row in rows) <= 4

@@ -20,6 +20,7 @@ SMALL = dict(
     num_key_value_heads=2, head_dim=64, max_position_embeddings=256, eos_token_id=96,
 )  # fmt: skip
 CAPPED = {"sliding_window": 6, "attn_logit_softcapping": 4.0}
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
 MODELS = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
     "qwen2 (biases)": ("Qwen2Config", "Qwen2ForCausalLM", {}),
@@ -27,6 +28,9 @@ MODELS = {
     "mistral (window)": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 6}),
     "gemma2 (softcap, window)": ("Gemma2Config", "Gemma2ForCausalLM", CAPPED),
     "phi3 (stacked projections)": ("Phi3Config", "Phi3ForCausalLM", {"pad_token_id": 0}),
+    "mixtral (experts)": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe (experts, query norms)": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", MOE),
+    "qwen2-moe (shared and own experts)": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", MOE),
     "gpt-neox (parallel)": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {"hidden_size": 256, "num_key_value_heads": 4}),
 }  # fmt: skip
 

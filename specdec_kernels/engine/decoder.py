@@ -128,21 +128,41 @@ class Engine:
         return [state.result() for state in states]
 
     def weights_changed(self) -> None:
-        """The target's weights were changed in place: forget all cached KV. Running requests go on with the new
-        weights, their text computed again; what they drafted is dropped."""
+        """The target's weights were changed in place: forget all cached KV, and what drafters noted of the target's
+        states. Running requests go on with the new weights, their text computed again. (A model with packed copies of
+        its weights, `pack=True`, has to be loaded again instead.)"""
         self._weights += 1
         if self.prefixes is not None:
             self.prefixes.flush()
         self.scheduler.preempt_all()
         for state in self._states.values():
             state.namespace = (*self._namespace, state.request.cache_salt)
+            state.drafter_state = None
+        for drafter in self._drafters.attached:
+            if hasattr(drafter, "weights_changed"):
+                drafter.weights_changed(self.model)
 
     # ---- one step
 
-    @torch.inference_mode()
     def step(self) -> list[Event]:
         """Run one step for all requests; returns what each got, after calling their `on_event`."""
         start = time.perf_counter()
+        reports = self._step()
+        seconds = time.perf_counter() - start
+        self.metrics.step_time_s += seconds
+        for event, callback in reports:
+            if callback is not None:
+                callback(event)
+        for drafter in self._drafters.attached:
+            if hasattr(drafter, "between_steps"):
+                try:
+                    drafter.between_steps(seconds)
+                except Exception as error:
+                    self._give_up([s for s in self._states.values() if s.drafter is drafter], f"{error!r}")
+        return [event for event, _ in reports]
+
+    @torch.inference_mode()
+    def _step(self) -> _Reports:
         self._stepping = True
         try:
             plan = self.scheduler.plan(self.policy)
@@ -158,11 +178,7 @@ class Engine:
         reports += late
         if self.config.check:
             self.memory.check(self._states.values())
-        self.metrics.step_time_s += time.perf_counter() - start
-        for event, callback in reports:
-            if callback is not None:
-                callback(event)
-        return [event for event, _ in reports]
+        return reports
 
     def _run(self, plan: StepPlan) -> _Reports:
         """Draft, forward, verify, accept."""
@@ -173,6 +189,7 @@ class Engine:
             limit.depth and hasattr(state.drafter, "kv_shape") and not state.draft_pages
             for state, limit in zip(plan.decoding, plan.limits)
         )
+        self.metrics.draft_version = getattr(self._default_drafter, "version", 0)
         drafts = self._draft(plan.decoding, plan.limits)
         drafted = time.perf_counter()
         packed = pack_step(
@@ -199,7 +216,6 @@ class Engine:
             show(committed_rows(packed, plan.chunks, accepted), hidden, self._context, self._give_up)
         observing = time.perf_counter() - end
         self.metrics.draft_time_s += drafted - start + observing
-        self.metrics.draft_version = getattr(self._default_drafter, "version", 0)
         self.metrics.verify_time_s += end - verified
         timing = StepTiming(
             nodes=len(packed.batch.token_ids), requests=len(requests), context=context,
@@ -233,6 +249,8 @@ class Engine:
 
     def _give_up(self, states: Sequence[RequestState], why: str) -> None:
         """The requests go on without drafts."""
+        if not states:
+            return
         logger.warning("drafter %s failed (%s); its requests go on without drafts", states[0].drafter.name, why)
         for state in states:
             state.drafter = self._drafters.get("none")
@@ -290,7 +308,8 @@ class Engine:
             state.context_len = min(before + emitted, len(state.tokens))
             state.num_steps += 1
             exhausted = nodes[emitted - 1] not in draft.parents
-            kind = self.metrics.of_class(state.drafter.name, state.request.temperature)
+            version = getattr(state.drafter, "version", 0)  # of the weights that drafted: it changes between steps
+            kind = self.metrics.of_class(state.drafter.name, state.request.temperature, version)
             for counters in (state.stats, self.metrics, kind):
                 counters.record(draft.depth_counts(), emitted - 1, len(new), exhausted)
                 counters.flagged += flags != 0

@@ -146,6 +146,7 @@ class DraftHead(nn.Module):
         self.lm_head: nn.Linear | None = None
         self.embedding: Tensor | None = None
         self.output: Tensor | None = None
+        self._targets: set[str] = set()  # which of the two are the target's, by content
 
     @property
     def draft_ids(self) -> Tensor:
@@ -155,7 +156,8 @@ class DraftHead(nn.Module):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def bind(self, embedding: Tensor, output: Tensor) -> None:
-        """Take the target's embedding [V, H] and output matrix [V, H] where the head has none of its own."""
+        """Take the target's embedding [V, H] and output matrix [V, H] where the head has none of its own; a
+        checkpoint's that equals the target's counts as the target's."""
         c = self.config
         needed = [("embedding", embedding)] if self.embedding is None and c.kind != "medusa" else []
         needed += [("output matrix", output)] if self.lm_head is None and self.output is None else []
@@ -170,6 +172,26 @@ class DraftHead(nn.Module):
         if self.lm_head is None and self.output is None:
             whole = self.d2t is None and c.draft_vocab_size == output.shape[0]
             self.output = output.detach() if whole else output.detach()[self.draft_ids.to(output.device)]
+        for name, own, theirs in self._pairs(embedding, output):
+            if own is theirs or torch.equal(own, theirs.to(own)):
+                self._targets.add(name)
+
+    @torch.no_grad()
+    def rebind(self, embedding: Tensor, output: Tensor) -> None:
+        """The target's weights have changed: read its matrices [V, H] again, in place, where they are the target's."""
+        for name, own, theirs in self._pairs(embedding, output):
+            if name in self._targets:
+                own.copy_(theirs)
+
+    def _pairs(self, embedding: Tensor, output: Tensor) -> list[tuple[str, Tensor, Tensor]]:
+        """(name, the head's own, the same rows of the target's) of the matrices that the head has."""
+        found = []
+        if self.embedding is not None:
+            found.append(("embedding", self.embedding, embedding[: len(self.embedding)]))
+        if self.output is not None:
+            whole = len(self.output) == len(output)
+            found.append(("output", self.output, output if whole else output[self.draft_ids.to(output.device)]))
+        return [(name, own, theirs) for name, own, theirs in found if own.shape == theirs.shape]
 
     def project(self, x: Tensor) -> Tensor:
         """States [.., H] -> logits [.., Vd]."""

@@ -132,10 +132,10 @@ class EngineCounters(SpecCounters):
     step_time_s: float = 0.0
     by_class: dict[tuple[str, str, int], SpecCounters] = field(default_factory=dict)  # see `of_class`
 
-    def of_class(self, method: str, temperature: float) -> SpecCounters:
-        """Counters of one drafter, greedy or sampled requests, and the present draft version. Rates move with the mix
-        of such classes even when nothing changed in any of them: alerts compare a class with itself."""
-        key = (method, "greedy" if temperature <= 1e-5 else "sampled", self.draft_version)
+    def of_class(self, method: str, temperature: float, version: int) -> SpecCounters:
+        """Counters of one drafter, greedy or sampled requests, and the version of the weights that drafted. Rates move
+        with the mix of such classes even when nothing changed in any of them: alerts compare a class with itself."""
+        key = (method, "greedy" if temperature <= 1e-5 else "sampled", version)
         return self.by_class.setdefault(key, SpecCounters())
 
     def finish(self, reason: str, stats: SpecCounters) -> None:

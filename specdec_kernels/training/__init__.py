@@ -4,12 +4,16 @@ from specdec_kernels.training.data import Corpus, read_corpus
 from specdec_kernels.training.evaluate import Acceptance, evaluate_head
 from specdec_kernels.training.features import FeatureStore, compute_features
 from specdec_kernels.training.heads import HeadTrainer, TrainOptions
+from specdec_kernels.training.online import OnlineCounters, OnlineDrafter, OnlineOptions
 
 __all__ = [
     "Acceptance",
     "Corpus",
     "FeatureStore",
     "HeadTrainer",
+    "OnlineCounters",
+    "OnlineDrafter",
+    "OnlineOptions",
     "TrainOptions",
     "compute_features",
     "evaluate_head",

@@ -115,7 +115,10 @@ class Drafter(Protocol):
 
     Optional methods. attach(model): called once before anything else; ValueError if it cannot serve that target.
     observe(seen: list of `Seen`, hidden: `HiddenStates`, context): called after every step for requests that go on,
-    with the target's states at the layers of its attribute `hidden_layers`.
+    with the target's states at the layers of its attribute `hidden_layers`. weights_changed(model): the target's
+    weights were changed; what it noted of requests is gone already. between_steps(seconds): called behind every step,
+    outside of inference mode, with what the step took: the place to learn, and the only one to change `version`. The
+    last two are for drafters with an `attach`.
     """
 
     name: str

@@ -93,6 +93,10 @@ class EagleDrafter:
             head.d2t, draft_vocab_size=c.draft_vocab_size, target_vocab_size=c.vocab_size, kind="offset"
         )
 
+    def weights_changed(self, model: Any) -> None:
+        """The target has new weights: read its matrices again."""
+        self.head.rebind(model.embedding(), model.output_matrix())
+
     def observe(self, seen: Sequence[Seen], hidden: HiddenStates, context: DraftContext) -> None:
         """Note the states of new text; states already known (a text computed again) are passed over."""
         memory = DraftCache(context)

@@ -74,6 +74,10 @@ class MedusaDrafter:
             if path[:-1] and path[:-1] not in self.paths[:i]:
                 raise ValueError(f"medusa drafter: paths: expected {path[:-1]} before {path}")
 
+    def weights_changed(self, model: Any) -> None:
+        """The target has new weights: read its matrices again."""
+        self.head.rebind(model.embedding(), model.output_matrix())
+
     def observe(self, seen: Sequence[Seen], hidden: HiddenStates, context: DraftContext) -> None:
         """Keep the state of each text's last computed token."""
         (layer,) = self.hidden_layers
