@@ -4,6 +4,8 @@ Attention: our paged `tree_attention` against torch's scaled_dot_product_attenti
 beforehand (the peer pays no gathering), against itself with a chain in the place of the tree, and against one read of
 the keys and values at the device's copy bandwidth. On a GPU calls are replayed from a graph, and go through so many
 copies of keys and values that no last level of caches holds them.
+On Hopper: its kernel on pages of 64 keys (tiles by tensor maps), on the same memory as pages of 16 (gathered), and the
+mma.sync kernel in row tiles of 64, which it takes the place of from 65 packed rows on.
 Verification: `verify` on raw logits against softmax, compare and multinomial in torch, beside what verify_model.py
 predicts. Results are compared first.
 """
@@ -28,6 +30,8 @@ ATTENTION: dict[tuple[int, int, int], float | None] = {
     (8, 32768, 26): 310e-6, (64, 8192, 26): 640e-6, (64, 8192, 64): 1400e-6, (1, 8192, 26): None, (8, 2048, 26): None,
     (8, 8192, 64): None, (64, 2048, 26): None,
 }  # fmt: skip
+# Where the Hopper kernel serves (65 packed rows and more), what is predicted of it in docs/attention.md.
+HOPPER = ((8, 8192, 26), (8, 32768, 64), (8, 8192, 64), (1, 1024, 26), (1, 32768, 26), (64, 1024, 64))
 COLD_BYTES = 128 << 20  # more than any device's last level of caches
 # requests, drafts each, vocabulary
 VERIFY = ((1, 5, 128256), (8, 5, 128256), (64, 5, 32000), (8, 7, 151936), (64, 7, 128256))
@@ -64,35 +68,68 @@ def rows_of(shape: Row, timings: dict[str, Timing], calls: int = 1, **more: Any)
                "ours_over_own": base / timing.median, "samples": len(timing.samples), **more}  # fmt: skip
 
 
+HEADS, KV_HEADS, DIM = 32, 8, 128
+
+
+class Paged:
+    """One call: 32 query heads, 8 KV heads of 128, shuffled pages, a binary tree a request; keys in `turns` copies."""
+
+    def __init__(self, device: str, shape: tuple[int, int, int], dtype: torch.dtype, page: int):
+        requests, context, self.nodes = shape
+        self.page, self.length = page, context + self.nodes
+        pages = -(-self.length // page)
+        self.size = 2 * requests * self.length * KV_HEADS * DIM * dtype.itemsize
+        self.turns = max(1, min(40, -(-COLD_BYTES // self.size))) if device == "cuda" else 1
+        generator = torch.Generator(device).manual_seed(0)
+        count = self.turns * requests * pages
+        made = dict(dtype=dtype, device=device, generator=generator)
+        self.caches = [torch.randn(count, page, KV_HEADS, DIM, **made) for _ in range(2)]
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+        self.tables = order.view(self.turns, requests, pages).int().to(device)
+        parts = torch.arange(page // 16, dtype=torch.int32, device=device)
+        self.small_tables = (self.tables[..., None] * len(parts) + parts).flatten(2)
+        parents = [-1] + [(i - 1) // 2 for i in range(1, self.nodes)]
+        self.cu = (torch.arange(requests + 1) * self.nodes).int().to(device)
+        self.lens = torch.full((requests,), context, dtype=torch.int32, device=device)
+        whole = torch.tensor(parents * requests, dtype=torch.int32, device="cpu")
+        tree = sk.build_tree(whole, self.cu.cpu(), self.lens.cpu(), max_nodes=self.nodes)
+        self.mask = tree.tree_mask.to(device)
+        self.q = torch.randn(requests * self.nodes, HEADS, DIM, **made)
+        bounds = dict(batch=requests, max_nodes=self.nodes, num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM)
+        self.workspace = torch.zeros(
+            sk.workspace_size("tree_attention", **bounds, v_dim=DIM), dtype=torch.uint8, device=device
+        )
+
+    def run(self, turn: int, mask: torch.Tensor | None, small: bool = False, **options: Any) -> torch.Tensor:
+        """The call. `small`: its pages, and those of the same memory, are of 16 keys."""
+        caches, table = self.caches, self.tables[turn]
+        if small:
+            caches, table = [cache.view(-1, 16, KV_HEADS, DIM) for cache in caches], self.small_tables[turn]
+        arguments = {"max_nodes": self.nodes, "workspace": self.workspace, **options}
+        out = sk.tree_attention(self.q, *caches, table, self.lens, self.cu, mask, **arguments)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+
+def each_turn(call: Callable[[int], Any], device: str, turns: int) -> Callable[[], Any]:
+    """One run: the call on each copy of the keys in turn, from a graph on a GPU."""
+
+    def run() -> None:
+        for turn in range(turns):
+            call(turn)
+
+    return graphed(run) if device == "cuda" else run
+
+
 def attention(device: str, shape: tuple[int, int, int], dtype: torch.dtype, bandwidth: float) -> Iterator[Row]:
     """32 query heads, 8 KV heads of 128, pages of 16, a random tree a request."""
     requests, context, nodes = shape
-    heads, kv_heads, dim, page = 32, 8, 128, 16
-    length = context + nodes
-    pages = -(-length // page)
-    size = 2 * requests * length * kv_heads * dim * dtype.itemsize
-    turns = max(1, min(40, -(-COLD_BYTES // size))) if device == "cuda" else 1
-    generator = torch.Generator(device).manual_seed(0)
-    caches = [
-        torch.randn(turns * requests * pages, page, kv_heads, dim, dtype=dtype, device=device, generator=generator)
-        for _ in range(2)
-    ]
-    order = torch.randperm(turns * requests * pages, generator=torch.Generator().manual_seed(0))
-    tables = order.view(turns, requests, pages).int().to(device)
-    parents = [-1] + [(i - 1) // 2 for i in range(1, nodes)]
-    cu = (torch.arange(requests + 1) * nodes).int().to(device)
-    lens = torch.full((requests,), context, dtype=torch.int32, device=device)
-    whole = torch.tensor(parents * requests, dtype=torch.int32, device="cpu")
-    mask = sk.build_tree(whole, cu.cpu(), lens.cpu(), max_nodes=nodes).tree_mask.to(device)
-    q = torch.randn(requests * nodes, heads, dim, dtype=dtype, device=device, generator=generator)
-
-    bounds = dict(batch=requests, max_nodes=nodes, num_q_heads=heads, num_kv_heads=kv_heads, head_dim=dim, v_dim=dim)
-    workspace = torch.zeros(sk.workspace_size("tree_attention", **bounds), dtype=torch.uint8, device=device)
+    paged = Paged(device, shape, dtype, page=16)
+    q, caches, tables, mask, turns, length = paged.q, paged.caches, paged.tables, paged.mask, paged.turns, paged.length
+    kv_heads, heads, dim = KV_HEADS, HEADS, DIM
 
     def ours(turn: int, tree: torch.Tensor | None = mask) -> torch.Tensor:
-        out = sk.tree_attention(q, *caches, tables[turn], lens, cu, tree, max_nodes=nodes, workspace=workspace)
-        assert isinstance(out, torch.Tensor)
-        return out
+        return paged.run(turn, tree)
 
     gathered = [
         [
@@ -110,20 +147,40 @@ def attention(device: str, shape: tuple[int, int, int], dtype: torch.dtype, band
         out = F.scaled_dot_product_attention(dense, *gathered[turn], attn_mask=seen, enable_gqa=True)
         return out.transpose(1, 2).reshape(requests * nodes, heads, dim)
 
-    def each_turn(call: Callable[[int], Any]) -> Callable[[], Any]:
-        def run() -> None:
-            for turn in range(turns):
-                call(turn)
-
-        return graphed(run) if device == "cuda" else run
-
     difference = float((ours(0).float() - sdpa(0).float()).abs().max())
     assert difference < 3e-2, f"attention {shape}: differs from torch by {difference}"
     named = {"family": "attention", "B": requests, "context": context, "nodes": nodes, "dtype": str(dtype)}
     providers = {"ours": ours, "ours, a chain": lambda turn: ours(turn, None), "torch sdpa, gathered": sdpa}
-    timings = interleave({name: each_turn(call) for name, call in providers.items()}, rounds=20, budget=8)
-    more = {"floor_s": size / bandwidth, "parity_s": ATTENTION.get(shape), "largest_difference": difference}
+    timings = interleave(
+        {name: each_turn(call, device, turns) for name, call in providers.items()}, rounds=20, budget=8
+    )
+    more = {"floor_s": paged.size / bandwidth, "parity_s": ATTENTION.get(shape), "largest_difference": difference}
     yield from rows_of(named, timings, turns, **more)
+
+
+def hopper(device: str, shape: tuple[int, int, int], dtype: torch.dtype, bandwidth: float) -> Iterator[Row]:
+    """From 65 packed rows on: tiles by tensor maps, tiles gathered, and mma.sync."""
+    requests, context, nodes = shape
+    assert nodes * (HEADS // KV_HEADS) > 64, "smaller calls take the mma.sync kernel anyway"
+    paged = Paged(device, shape, dtype, page=64)
+    # Rows of 16 nodes in a tile, and longer requests in several of them: what `causal` allows, here false for all.
+    no = torch.zeros(requests, dtype=torch.bool, device=device)
+    providers: dict[str, Callable[[int], torch.Tensor]] = {
+        "pages of 64 (TMA)": lambda turn: paged.run(turn, paged.mask),
+        "pages of 16 (gather)": lambda turn: paged.run(turn, paged.mask, small=True),
+        "mma.sync, row tiles of 64": lambda turn: paged.run(turn, paged.mask, True, causal=no, max_nodes=16),
+    }
+    results = {name: call(0) for name, call in providers.items()}
+    mapped, gathered, plain = results.values()
+    assert torch.equal(mapped, gathered), f"hopper {shape}: TMA and gather differ"
+    difference = float((mapped.float() - plain.float()).abs().max())
+    assert difference < 3e-2, f"hopper {shape}: differs from mma.sync by {difference}"
+    named = {"family": "hopper", "B": requests, "context": context, "nodes": nodes, "dtype": str(dtype)}
+    timings = interleave(
+        {name: each_turn(call, device, paged.turns) for name, call in providers.items()}, rounds=20, budget=4
+    )
+    more = {"floor_s": paged.size / bandwidth, "largest_difference": difference}
+    yield from rows_of(named, timings, paged.turns, **more)
 
 
 def verification(device: str, shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[Row]:

@@ -6,7 +6,8 @@ a share of the time; every result is a JSONL row written at once, so a machine t
     environment    torch, driver, device, which ops libraries loaded
     correctness    every op that has a CUDA or Triton kernel against the CPU op, on its sample calls    (2 min)
     placement      the same on a side stream, and on a second device while the first is current          (30 s)
-    timings        attention and verify against torch on the same device (gpu_timings.py)                (2.5 min)
+    timings        attention and verify against torch on the same device, the Hopper kernel against the
+                   mma.sync kernel, with and without tensor maps (gpu_timings.py)                        (3 min)
     sanitizer      compute-sanitizer memcheck and racecheck on small shapes, where the tool is           (2 min)
     engine         decoding by the engine, plain and with n-gram drafts, random weights in SmolLM2's shape
 
@@ -33,7 +34,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGE_SECONDS = {"environment": 20, "correctness": 120, "placement": 30, "timings": 150, "sanitizer": 120, "engine": 40}
+STAGE_SECONDS = {"environment": 20, "correctness": 120, "placement": 30, "timings": 180, "sanitizer": 120, "engine": 40}
 
 
 class Skip(Exception):  # noqa: N818  (not an error: a stage that cannot run here, with its reason)
@@ -202,10 +203,14 @@ def timings(log: Log, deadline: float) -> None:
 
     bandwidth = gpu_timings.copy_bandwidth("cuda")
     log.write("timings", copy_bandwidth_gb_s=round(bandwidth / 1e9))
-    families = (
+    families: list[tuple[str, Any, Callable[..., Any]]] = [
         ("tree_attention", gpu_timings.ATTENTION, partial(gpu_timings.attention, bandwidth=bandwidth)),
         ("verify", gpu_timings.VERIFY, gpu_timings.verification),
-    )
+    ]
+    if torch.cuda.get_device_capability() == (9, 0):
+        families.insert(1, ("tree_attention", gpu_timings.HOPPER, partial(gpu_timings.hopper, bandwidth=bandwidth)))
+    else:
+        log.write("timings", op="tree_attention", family="hopper", skipped="not an sm_90")
     for op, shapes, run in families:
         if missing_kernels("cuda", [op]):
             log.write("timings", op=op, skipped=f"no CUDA or Triton kernel of {op} in this build")

@@ -48,7 +48,8 @@ _RESERVED = 1024  # bytes of shared memory that the system takes from each block
 
 # First match wins. Widths are kept where a narrow access would be a fault of the kernel.
 _CLASSES = [(name, re.compile(pattern)) for name, pattern in [
-    ("MMA", r"HMMA|IMMA|HGMMA|WGMMA"), ("LDSM", r"LDSM"), ("LDGSTS.128", r"LDGSTS\S*\.128"), ("LDGSTS", r"LDGSTS"),
+    ("MMA", r"HMMA|IMMA|HGMMA|WGMMA"), ("LDSM", r"LDSM"), ("TMA", r"UTMALDG"),
+    ("LDGSTS.128", r"LDGSTS\S*\.128"), ("LDGSTS", r"LDGSTS"),
     ("LDG.128", r"LDG\S*\.128"), ("LDG.64", r"LDG\S*\.64"), ("LDG", r"LDG|LD\.E"), ("STG.128", r"STG\S*\.128"),
     ("STG", r"STG|ST\.E"), ("LDS.128", r"LDS\S*\.128"), ("LDS.64", r"LDS\S*\.64"), ("LDS", r"LDS"), ("STS", r"STS"),
     ("LDL", r"LDL"), ("STL", r"STL"), ("LDC", r"LDC|ULDC|LDCU"), ("SHFL", r"SHFL"), ("BAR", r"BAR|SYNCS"),

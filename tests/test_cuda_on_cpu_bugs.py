@@ -69,19 +69,25 @@ def planned_call() -> Call:
     return attention_call(0)
 
 
-def hopper_call() -> Call:
+def hopper_call(page: int = 16) -> Call:
     """One request of 40 nodes x 2 heads over five and a half tiles: both consumer warpgroups, a ring gone round."""
     generator = torch.Generator().manual_seed(6)
 
     def values(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).bfloat16()
 
-    nodes, pages = 40, 6
+    nodes, pages = 40, 384 // page
+    table = torch.randperm(pages, generator=generator).int().view(1, pages)
     mask = torch.tensor([(2 << i) - 1 if i < 32 else -1 for i in range(nodes)]).int()
     words = torch.stack([mask, ints([(1 << max(i - 31, 0)) - 1 for i in range(nodes)])], 1)
-    inputs = [values(nodes, 2, 64), values(pages, 64, 1, 64), values(pages, 64, 1, 64), ints([[3, 1, 5, 0, 4, 2]]),
+    inputs = [values(nodes, 2, 64), values(pages, page, 1, 64), values(pages, page, 1, 64), table,
               ints([310]), ints([0, nodes]), words, *[None] * 8, nodes, 0.125, 0.0, -1, "NHD", 1, False]  # fmt: skip
     return "tree_attention", [*inputs, None, poisoned(nodes, 2, 64, dtype=torch.bfloat16), poisoned(nodes, 2)]
+
+
+def mapped_call() -> Call:
+    """The same in pages of two tiles: the copy engine brings four tiles of context."""
+    return hopper_call(128)
 
 
 def rerank_call() -> Call:
@@ -213,12 +219,28 @@ BUGS = [
         r"(wgmma operand in flight|write-after-read race).*attention_load.*attention_hopper",
     ),
     Planted("no_proxy_fence", 26, hopper_call, "report", r"without fence\.proxy\.async.*attention_hopper"),
+    Planted("refill_too_early", 11, mapped_call, "report", r"wgmma operand in flight|race on shared.*attention_hopper"),
+    Planted(
+        "missing_mbarrier_wait", 23, mapped_call, "report", r"wgmma operand (was never written|is the destination of a)"
+    ),
+    Planted(
+        "release_before_wait",
+        25,
+        mapped_call,
+        "report",
+        r"(wgmma operand in flight|write-after-read race).*attention_h",
+    ),
+    Planted("no_proxy_fence", 26, mapped_call, "report", r"without fence\.proxy\.async.*attention_hopper"),
+    Planted("short_announcement", 27, mapped_call, "report", r"deadlock: no thread can run; .*attention_hopper"),
+    Planted("long_announcement", 28, mapped_call, "report", r"deadlock: no thread can run; .*attention_hopper"),
+    Planted("wrong_coordinate", 29, mapped_call, "result"),
     Planted("missing_wait", 17, attention_call, "report", r"before its wait|never waited for"),
     Planted("shift_past_word", 18, tree_call, "result", path="ptx"),
     Planted("uninitialised_shared", 16, tree_call, "report", r"read of uninitialised shared memory.*tree_cuda"),
 ]
 
 
+ON_HOPPER = (hopper_call, mapped_call)
 # What path B runs in this library: one bug a file, compiled in by nvcc, and the kernel that the bug's call launches.
 ON_PATH_B = {
     "attention_bfloat16_cuda": (12, "mma_kernel.*Li16E"),
@@ -286,7 +308,7 @@ def test_planted_bug_is_caught(planted: Library, bug: Planted):
         return
     planted.emulated_plant(bug.number)
     try:
-        with planted.configured(hopper=bug.call is hopper_call):
+        with planted.configured(hopper=bug.call in ON_HOPPER):
             if bug.layer == "result":
                 assert wrong(planted, bug.call), f"{bug.name} survived"
             else:
@@ -303,7 +325,7 @@ def test_sound_kernels_give_no_report(planted: Library, schedule: str, pytestcon
     for seed in range(1 if slow else 3):
         with planted.configured(schedule=schedule, seed=seed, resident_blocks=3, landing="random", preempt=30):
             for call in {*SOUND, *(bug.call for bug in BUGS)}:
-                if call is hopper_call and seed:  # tests/test_attention_hopper.py has more schedules
+                if call in ON_HOPPER and seed:  # tests/test_attention_hopper.py has more schedules
                     continue
-                with planted.configured(hopper=call is hopper_call):
+                with planted.configured(hopper=call in ON_HOPPER):
                     assert not wrong(planted, call), (schedule, seed)

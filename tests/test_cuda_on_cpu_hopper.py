@@ -151,3 +151,99 @@ def test_a_broken_promise_is_reported(library: Library, way: str, says: str, pat
     for schedule, landing, seed in itertools.product(("random", "sequential"), ("early", "late"), range(2)):
         with pytest.raises(EmulationError, match=says):
             run_promises(library, way, path=path, schedule=schedule, landing=landing, seed=seed, preempt=5)
+
+
+# A tensor map's size, stride (bytes), box. The first lies as keys of attention do (docs/attention.md): strides that do
+# not nest, the last one in units smaller than a row.
+KEYS = (64, 2, 4, 8, 20), (256, 16 * 256, 2 * 256, 128), (64, 2, 4, 8, 1)
+PLAIN = (128, 3, 5, 4, 3), (256, 768, 3840, 15360), (64, 2, 2, 4, 2)
+MISUSES = ("none", "short_announcement", "long_announcement", "no_proxy_fence", "unwaited", "misaligned", "no_map")
+
+
+@pytest.fixture(scope="module")
+def copies() -> Library:
+    source = build.HERE / "kernels" / "tensor_copy.cu"
+    return Library(build.emulated_library([source], "specdec_tensor_copy", "race", [build.Ptx(source, "90a")]))
+
+
+def run_tensor_copy(
+    library: Library, shape: tuple[tuple[int, ...], ...], first: tuple[int, ...], misuse: str = "none",
+    skip: int = 0, length: int = 46080 // 2, **config: object,
+) -> tuple[int, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(1 if the encoder refused, the box as copied, as it should be). `skip`: elements before the tensor's first."""
+    size, stride, box = shape
+    source = torch.arange(1, 1 + skip + length, dtype=torch.int16)
+    given = source[skip:]
+    ranges = [torch.arange(n) for n in box[:0:-1]]  # outermost first, so that rows come in the order of a copy
+    at = [i + f for i, f in zip(torch.meshgrid(*ranges, indexing="ij"), first[:0:-1])]
+    inside = torch.stack([(i >= 0) & (i < n) for i, n in zip(at, size[:0:-1])]).all(0).flatten()
+    row = sum(i * s // 2 for i, s in zip(at, stride[::-1])).flatten()
+    column = torch.arange(64) + first[0]
+    valid = inside[:, None] & ((column >= 0) & (column < size[0]))[None]
+    places = torch.where(valid, row[:, None] + column, 0)
+    want = torch.where(valid, given[places.clamp(0, length - 1)], 0)
+    out = torch.full((len(row), 64), -1, dtype=torch.int16)
+    numbers = (ctypes.c_int64 * 19)(*size, *stride, *box, *first)
+    with library.configured(**config), library.tensors([("source", source, False), ("out", out, True)]):
+        pointers = (ctypes.c_void_p(given.data_ptr()), ctypes.c_void_p(out.data_ptr()), numbers)
+        refused = library.run_tensor_copy(*pointers, MISUSES.index(misuse))
+    return refused, out, want
+
+
+@pytest.mark.parametrize("path", ["source", "ptx"])
+@pytest.mark.parametrize(
+    ("shape", "first"),
+    [
+        (KEYS, (0, 0, 0, 0, 0)), (KEYS, (0, 0, 0, 0, 19)), (KEYS, (0, 0, 0, 0, 20)), (PLAIN, (64, 1, 2, 0, 1)),
+        (PLAIN, (-32, -1, 4, 2, 2)), (PLAIN, (96, 2, -1, -2, -1)), (PLAIN, (0, 0, 0, 0, -2)),
+    ],
+)  # fmt: skip
+def test_a_tensor_copy_brings_its_box(copies: Library, shape, first, path: str):
+    """Inside, at the edges (zeros), and all outside; landing when it likes."""
+    before = copies.emulated_tensor_copies()
+    for landing in ("late", "early", "random"):
+        refused, out, want = run_tensor_copy(copies, shape, first, path=path, landing=landing, schedule="random")
+        assert not refused
+        assert torch.equal(out, want), landing
+    assert copies.emulated_tensor_copies() - before == 3
+
+
+@pytest.mark.parametrize("path", ["source", "ptx"])
+@pytest.mark.parametrize(
+    ("misuse", "says"),
+    [
+        ("short_announcement", r"deadlock: no thread can run; .* waits at .*tensor_copy\.cu:\d+"),
+        ("long_announcement", r"deadlock: no thread can run; .* waits at .*tensor_copy\.cu:\d+"),
+        ("no_proxy_fence", r"bulk copy over bytes that were written without fence\.proxy\.async"),
+        ("unwaited", r"destination before its wait|never waited for|race on shared"),
+        ("misaligned", r"the swizzle needs an address that is a multiple of 1024"),
+        ("no_map", r"tensor map: never encoded"),
+    ],
+)
+def test_misuse_of_a_tensor_copy_is_reported(copies: Library, misuse: str, says: str, path: str):
+    with pytest.raises(EmulationError, match=says):
+        run_tensor_copy(copies, KEYS, (0,) * 5, misuse, path=path)
+
+
+def test_a_map_that_reaches_past_its_tensor_is_reported(copies: Library):
+    with pytest.raises(EmulationError, match=r"global read of 16 bytes outside every tensor"):
+        run_tensor_copy(copies, KEYS, (0, 0, 0, 0, 19), length=8192)
+
+
+@pytest.mark.parametrize(
+    ("part", "index", "value", "skip"),
+    [
+        ("size", 4, 0, 0), ("size", 4, 2**32 + 1, 0), ("stride", 3, 136, 0), ("stride", 0, 2**40, 0),
+        ("box", 3, 257, 0), ("box", 0, 128, 0), ("box", 1, 0, 0), ("size", 0, 64, 4),
+    ],
+)  # fmt: skip
+def test_the_encoder_refuses_what_the_driver_does(copies: Library, part: str, index: int, value: int, skip: int):
+    """Limits of cuTensorMapEncodeTiled; the last row is an address that is no multiple of 16 bytes."""
+    shape = {name: list(numbers) for name, numbers in zip(("size", "stride", "box"), KEYS)}
+    shape[part][index] = value
+    # The encoder comes before any launch, so a wild box or size is never copied.
+    numbers = (ctypes.c_int64 * 19)(*shape["size"], *shape["stride"], *shape["box"], *[0] * 5)
+    source = torch.zeros(64, dtype=torch.int16)[skip:]
+    launches = copies.emulated_launch_count()
+    assert copies.run_tensor_copy(ctypes.c_void_p(source.data_ptr()), None, numbers, 0) == 1
+    assert copies.emulated_launch_count() == launches

@@ -42,13 +42,17 @@ def test_runs_to_the_end_without_a_gpu(stage: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("measure", "shape"), [(gpu_timings.attention, (2, 40, 7)), (gpu_timings.verification, (3, 2, 500))]
+    ("measure", "shape", "providers"),
+    [
+        (gpu_timings.attention, (2, 40, 7), ["ours", "ours, a chain", "torch sdpa, gathered"]),
+        (gpu_timings.hopper, (2, 70, 20), ["pages of 64 (TMA)", "pages of 16 (gather)", "mma.sync, row tiles of 64"]),
+        (gpu_timings.verification, (3, 2, 500), ["ours", "torch"]),
+    ],
 )
-def test_timings_run_on_this_device_too(measure, shape: tuple[int, int, int]):
-    more = {"bandwidth": gpu_timings.copy_bandwidth("cpu", 1)} if measure is gpu_timings.attention else {}
+def test_timings_run_on_this_device_too(measure, shape: tuple[int, int, int], providers: list[str]):
+    more = {} if measure is gpu_timings.verification else {"bandwidth": gpu_timings.copy_bandwidth("cpu", 1)}
     rows = list(measure("cpu", shape, dtype=torch.float32, **more))
-    assert rows[0]["provider"] == "ours"
-    assert len(rows) == (3 if measure is gpu_timings.attention else 2)
+    assert [row["provider"] for row in rows] == providers
     assert all(row["median_s"] > 0 for row in rows)
 
 
@@ -57,6 +61,13 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpu_timings.sk, "tree_attention", lambda *a, **k: right(*a, **k) + 1)
     with pytest.raises(AssertionError, match="differs from torch"):
         list(gpu_timings.attention("cpu", (1, 20, 3), torch.float32, 1e9))
+
+
+def test_pages_that_change_a_bit_are_not_timed(monkeypatch: pytest.MonkeyPatch):
+    right = gpu_timings.Paged.run
+    monkeypatch.setattr(gpu_timings.Paged, "run", lambda self, *a, **k: right(self, *a, **k) + (len(a) < 3 and not k))
+    with pytest.raises(AssertionError, match="TMA and gather differ"):
+        list(gpu_timings.hopper("cpu", (1, 70, 20), torch.float32, 1e9))
 
 
 def test_comparison_sees_a_wrong_value():

@@ -1,10 +1,12 @@
 // Tree attention with wgmma for 65 and more packed rows and 16-bit caches (variant XL90), on sm_90a alone.
 //
-//   warpgroup 0   producers: page ids, row offsets, visibility words, 16-byte cp.async of K and V into a ring of stages
+//   warpgroup 0   producers: page ids, row offsets, visibility words; K and V into a ring of stages, whole tiles of
+//                 context by the copy engine where pages allow it (KvMaps), others by 16-byte cp.async
 //   warpgroup 1   consumers of rows 0..63     S = Q K^T (Q in registers), softmax, O += P V (P in registers)
 //   warpgroup 2   consumers of rows 64..127   the same; while one multiplies, the other has its softmax
 //
-//   full[stage]    256 arrivals: every producer's copies have landed, every producer's look-ups are written
+//   full[stage]    256 arrivals: every producer's copies have landed, every producer's look-ups are written; thread
+//                  0's second one announces the copy engine's bytes, if it brings the tile
 //   empty[stage]   8 arrivals: each consumer warp has left the stage
 //
 // Both sides follow the plan on their own, so that producers are ahead by the whole ring, across items. Stages hold 64
@@ -42,6 +44,14 @@ struct Consumers {
 template <class Tile>
 struct HopperInfo : TileInfo<Tile> {
   uint32_t broken[kMmaWarps];  // masked tiles: a producer warp has cleared non-finite values
+};
+
+// K and V as the copy engine sees them: a coordinate counts tiles of 64 keys by the bytes they begin at, in units of
+// 2^shift (docs/attention.md). used: it brings this call's tiles that every row sees in full.
+struct KvMaps {
+  CUtensorMap k, v;
+  int32_t k_shift, v_shift;
+  bool used;
 };
 
 template <class T_, int D_>
@@ -99,28 +109,56 @@ __device__ __forceinline__ bool clear_own_broken_values(unsigned char* stage) {
   return broken;
 }
 
+// A tile that lies in one page, by the copy engine, D / 64 boxes of K and as many of V. One thread; it arrives at
+// `full`.
 template <class Tile>
-__device__ __forceinline__ void produce(const AttentionParams& p, const Item& item, unsigned char* ring,
-                                        typename Tile::Info* infos, Pipe& pipe) {
+__device__ __forceinline__ void copy_whole_tile(const AttentionParams& p, const Item& item,
+                                                const typename Tile::Info& info, const KvMaps& maps,
+                                                unsigned char* stage, uint64_t* full) {
+  const int wrong = planted(Bug::short_announcement) ? -kPanel : planted(Bug::long_announcement) ? 16 : 0;
+  ptx::mbarrier_arrive_expect(full, Tile::kStage + wrong);
+  int64_t k_byte = info.k_row[0] + item.head * p.k_stride_head * Tile::kSize;
+  if (planted(Bug::wrong_coordinate)) k_byte -= k_byte % (p.k_stride_page * Tile::kSize);
+  const int64_t v_byte = info.v_row[0] + item.head * p.v_stride_head * Tile::kSize;
+  const auto k_tile = static_cast<int32_t>(k_byte >> maps.k_shift);
+  const auto v_tile = static_cast<int32_t>(v_byte >> maps.v_shift);
+#pragma unroll
+  for (int panel = 0; panel < Tile::D / 64; panel++) {
+    ptx::tensor_copy(stage + panel * kPanel, &maps.k, {64 * panel, 0, 0, 0, k_tile}, full);
+    ptx::tensor_copy(stage + Tile::kValues + panel * kPanel, &maps.v, {64 * panel, 0, 0, 0, v_tile}, full);
+  }
+}
+
+template <class Tile>
+__device__ __forceinline__ void produce(const AttentionParams& p, const KvMaps& maps, const Item& item,
+                                        unsigned char* ring, typename Tile::Info* infos, Pipe& pipe) {
   TileLoader<Tile> loader(p, item, ring, infos);
   loader.ask(item.begin);
   for (int32_t tile = item.begin; tile < item.end; tile++) {
+    typename Tile::Info& info = infos[pipe.stage];
+    uint64_t* const full = &pipe.full[pipe.stage];
+    unsigned char* const stage = ring + pipe.stage * Tile::kStage;
     if (!planted(Bug::refill_too_early)) ptx::mbarrier_wait(&pipe.empty[pipe.stage], pipe.parity ^ 1);
     __syncwarp();
     loader.look_up(tile, pipe.stage);
     loader.ask(tile + 1);
     Producers::sync();
-    const uint64_t shown = shown_keys(infos[pipe.stage]);
-    if (shown != ~uint64_t{0}) hide_missing<Tile, Producers>(infos[pipe.stage], shown, !loader.masked(tile));
-    loader.load(tile, pipe.stage, pipe.stage);
-    if (loader.masked(tile)) {
+    const uint64_t shown = shown_keys(info);
+    const bool masked = loader.masked(tile);
+    if (shown != ~uint64_t{0}) hide_missing<Tile, Producers>(info, shown, !masked);
+    const bool whole = maps.used && !masked && shown == ~uint64_t{0};
+    if (!whole) loader.load(tile, pipe.stage, pipe.stage);
+    if (masked) {
       ptx::cp_async_wait<0>();
-      const bool broken = clear_own_broken_values<Tile>(ring + pipe.stage * Tile::kStage);
+      const bool broken = clear_own_broken_values<Tile>(stage);
       const bool any = __any_sync(kFullWarp, broken);
-      if (threadIdx.x % 32 == 0) infos[pipe.stage].broken[threadIdx.x / 32] = any;
+      if (threadIdx.x % 32 == 0) info.broken[threadIdx.x / 32] = any;
     }
-    ptx::mbarrier_arrive_after_copies(&pipe.full[pipe.stage]);
-    ptx::mbarrier_arrive(&pipe.full[pipe.stage]);
+    ptx::mbarrier_arrive_after_copies(full);
+    if (whole && threadIdx.x == 0)
+      copy_whole_tile<Tile>(p, item, info, maps, stage, full);
+    else
+      ptx::mbarrier_arrive(full);
     pipe.next();
   }
 }
@@ -273,7 +311,8 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Item& it
 }
 
 template <class T, int D>
-__global__ void __launch_bounds__(kHopperThreads, 1) tree_attention_hopper_kernel(const AttentionParams p) {
+__global__ void __launch_bounds__(kHopperThreads, 1)
+    tree_attention_hopper_kernel(const AttentionParams p, const __grid_constant__ KvMaps maps) {
   using Tile = HopperTile<T, D>;
   SPECDEC_DYNAMIC_SHARED(unsigned char, shared);
   SPECDEC_SHARED(uint64_t, barriers, 2 * kHopperStages);
@@ -292,12 +331,17 @@ __global__ void __launch_bounds__(kHopperThreads, 1) tree_attention_hopper_kerne
       ptx::mbarrier_init(&pipe.empty[stage], Consumers::kThreads / 32);
     }
     ptx::fence_mbarrier_init();
+    if (maps.used) {
+      ptx::prefetch_tensor_map(&maps.k);
+      ptx::prefetch_tensor_map(&maps.v);
+    }
   }
   if (blockIdx.x + 1 == gridDim.x) clear_tail<T>(p);
   __syncthreads();
   if (threadIdx.x < Producers::kThreads) {
     ptx::give_registers<kProducerRegisters>();
-    for_each_item<Producers, Tile::kRows>(p, walks[0], [&] { produce<Tile>(p, walks[0].item, ring, infos, pipe); });
+    for_each_item<Producers, Tile::kRows>(p, walks[0],
+                                          [&] { produce<Tile>(p, maps, walks[0].item, ring, infos, pipe); });
     ptx::named_barrier_sync(3, kHopperThreads);  // the plan is read to its end
     return;
   }

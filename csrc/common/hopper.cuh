@@ -7,10 +7,13 @@
 //   wait(empty[s], parity)                       wait(full[s], parity)
 //   arrive_expect(full[s], bytes)                wgmma_fence(); wgmma(...); wgmma_commit(); wgmma_wait<0>()
 //   bulk_copy(stage s, source, bytes, full[s])   arrive(empty[s])
+//   or tensor_copy(stage s, map, first, full[s])
 //
 // Tiles that are copied by cp.async or ordinary stores need fence_async_proxy() between the copy and the product: by
 // the writer before it arrives, or by the reader behind its wait.
 #pragma once
+#include <cuda.h>
+
 #include <type_traits>
 
 #include "device.cuh"
@@ -85,6 +88,27 @@ __device__ __forceinline__ void bulk_copy(void* destination, const void* source,
                : "memory");
 #elif defined(SPECDEC_EMULATED)
   ::emulated::bulk_copy(destination, source, bytes, barrier, at);
+#endif
+}
+// The box of a tensor map (tensor_map.cuh) whose first element has coordinates `first`, in the map's swizzle, to a
+// multiple of 1024 bytes; it completes the box's bytes, outside elements included. The map is a __grid_constant__
+// parameter. One thread issues it.
+__device__ __forceinline__ void tensor_copy(void* destination, const CUtensorMap* map, const int32_t (&first)[5],
+                                            uint64_t* barrier SPECDEC_AT) {
+#if defined(__CUDA_ARCH__)
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
+      "[%7];\n" ::"r"(shared_address(destination)),
+      "l"(map), "r"(first[0]), "r"(first[1]), "r"(first[2]), "r"(first[3]), "r"(first[4]), "r"(shared_address(barrier))
+      : "memory");
+#elif defined(SPECDEC_EMULATED)
+  ::emulated::tensor_copy(destination, map, 5, first, barrier, at);
+#endif
+}
+// A hint that copies by this map will come.
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory");
 #endif
 }
 // What this thread knows to be written in shared memory becomes visible to wgmma and the copy engine.

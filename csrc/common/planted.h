@@ -47,6 +47,9 @@ enum class Bug : int {
   wrong_parity = 24,         // a wait that names the phase before
   release_before_wait = 25,  // a stage is given back while products still read it
   no_proxy_fence = 26,       // products of tiles that ordinary copies wrote, unfenced
+  short_announcement = 27,   // fewer bytes than the copy engine brings
+  long_announcement = 28,    // more
+  wrong_coordinate = 29,     // always the first tile of a page
 };
 
 #if defined(SPECDEC_PLANTED_AT_RUN_TIME)

@@ -42,6 +42,7 @@ class Library:
         self._c.emulated_error.restype = ctypes.c_char_p
         self._c.emulated_error_count.restype = ctypes.c_size_t
         self._c.emulated_launch_count.restype = ctypes.c_uint64
+        self._c.emulated_tensor_copies.restype = ctypes.c_uint64
         self._c.emulated_last_kernel.restype = ctypes.c_char_p
         self.config = Config()
         self.namespace = ""  # of the torch ops it carries

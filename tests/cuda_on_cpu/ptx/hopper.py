@@ -42,7 +42,17 @@ def mbarrier(f: Function, p: list[str], a: list[str]) -> str:
 
 
 def bulk_copy(f: Function, p: list[str], a: list[str]) -> str:
-    """cp.async.bulk from global to shared memory."""
+    """cp.async.bulk from global to shared memory: bytes, or the box of a tensor map."""
+    if p[3] == "tensor":
+        match = re.match(r"\[\s*(\S+)\s*,\s*(\{.*\})\s*\]$", a[1])
+        if p[5:] != ["shared", "global", "mbarrier__complete_tx__bytes"] or not match or len(a) != 3:
+            raise UnsupportedError(".".join(p))
+        first = f.elements(match[2])
+        if p[4] != f"{len(first)}d":
+            raise UnsupportedError(f"{'.'.join(p)} with {len(first)} coordinates")
+        return (f"{{ const int32_t c_[] = {{{', '.join(f.value(c, 's32') for c in first)}}}; tensor_copy("
+                f"{_shared(f, a[0])}, (const void*){f.value(match[1], 'u64')}, {len(first)}, c_, {_shared(f, a[2])}, "
+                f"{_at(f, 'tensor copy')}); }}")  # fmt: skip
     if p[3:] != ["shared", "global", "mbarrier__complete_tx__bytes"]:
         raise UnsupportedError(".".join(p))
     return (f"bulk_copy({_shared(f, a[0])}, {f.address(a[1], 'global')}, {f.value(a[2], 'u32')}, {_shared(f, a[3])}, "

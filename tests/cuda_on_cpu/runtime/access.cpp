@@ -110,6 +110,20 @@ void shared_access(Thread* thread, size_t offset, size_t bytes, bool write, bool
   }
 }
 
+// A bulk copy is issued: what ordinary stores and cp.async have left there must have been fenced, or may land later.
+void engine_write_begins(Thread* thread, size_t offset, size_t bytes, const void* where) {
+  Block* block = thread->owner;
+  for (size_t i = offset; i < offset + bytes; i++) {
+    const Access& write = shared_cell(block, i).write;
+    if (!shared_cell(block, i).written || write.async_proxy || write.clock <= block->proxy_fenced[write.thread])
+      continue;
+    report_once("proxy", where, write.where,
+                "bulk copy over bytes that were written without fence.proxy.async, shared byte " + std::to_string(i) +
+                    ": " + thread_name(thread->linear) + " at " + place(where) + "  vs  " + thread_name(write.thread) +
+                    " at " + place(write.where));
+  }
+}
+
 // A bulk copy has landed: from now on its bytes count as written by the copy engine, at a new tick of the engine's
 // clock.
 void engine_wrote(Block* block, const char* destination, size_t bytes) {

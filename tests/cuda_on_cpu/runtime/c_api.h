@@ -13,6 +13,7 @@ EMULATED_EXPORT size_t emulated_error_count();
 EMULATED_EXPORT const char* emulated_error(size_t index);
 EMULATED_EXPORT void emulated_clear_errors();
 EMULATED_EXPORT uint64_t emulated_launch_count();
+EMULATED_EXPORT uint64_t emulated_tensor_copies();   // issued since the library was loaded
 EMULATED_EXPORT const char* emulated_last_kernel();  // its name, as written at the launch
 EMULATED_EXPORT void emulated_plant(int bug);        // csrc/common/planted.h; builds with SPECDEC_PLANTED_AT_RUN_TIME
 EMULATED_EXPORT void emulated_hopper(int on);        // whether kernels for sm_90a are chosen where an op has one

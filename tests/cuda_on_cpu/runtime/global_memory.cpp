@@ -56,6 +56,11 @@ static bool in_launch_state(Thread* thread, uintptr_t address) {
          within(&thread->owner->context, sizeof(BlockContext)) || within(grid.closure, grid.closure_bytes);
 }
 
+bool in_parameters(const void* address, size_t bytes) {
+  auto low = reinterpret_cast<uintptr_t>(address), start = reinterpret_cast<uintptr_t>(grid.closure);
+  return low >= start && low + bytes <= start + grid.closure_bytes;
+}
+
 static const Range* find_range(uintptr_t low, uintptr_t high, bool write) {
   static size_t last = 0;
   if (last < ranges.size() && low >= ranges[last].low && high <= ranges[last].high && (!write || ranges[last].writable))

@@ -10,6 +10,8 @@
 //                landing late) the accumulators are NaN and the products are taken only then. Operands written by
 //                ordinary stores or cp.async need fence.proxy.async between the store and the product.
 #pragma once
+#include <cuda.h>
+
 #include "emulated.h"
 
 namespace emulated {
@@ -21,6 +23,12 @@ void mbarrier_arrive_after_copies(void* barrier, At at);  // cp.async.mbarrier.a
 // Whether the phase of this parity is complete; `block` waits until it is. PTX: test_wait and try_wait.
 bool mbarrier_test(void* barrier, uint32_t parity, bool block, At at);
 void bulk_copy(void* destination, const void* source, uint32_t bytes, void* barrier, At at);
+// In the place of the driver's cuTensorMapEncodeTiled.
+CUresult encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* address,
+                           const cuuint64_t* size, const cuuint64_t* stride, const cuuint32_t* box,
+                           const cuuint32_t* steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                           CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill);
+void tensor_copy(void* destination, const void* map, int rank, const int32_t* first, void* barrier, At at);
 void fence_async_proxy();
 
 struct Wgmma {

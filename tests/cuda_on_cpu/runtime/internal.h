@@ -216,12 +216,16 @@ void shared_access(Thread* thread, size_t offset, size_t bytes, bool write, bool
 void global_access(Thread* thread, const void* address, size_t bytes, bool write, bool atomic, const void* where,
                    bool same_value);
 void copies_landed(Thread* thread, const AsyncCopy& copy);
+void engine_write_begins(Thread* thread, size_t offset, size_t bytes, const void* where);
 void engine_wrote(Block* block, const char* destination, size_t bytes);
 void operand_read_begins(Thread* thread, size_t offset, const void* where);
 void operand_read_ends(Thread* thread, size_t offset, const void* where);
+// global_memory.cpp
+bool in_parameters(const void* address, size_t bytes);
 // shared_memory.cpp
 void land_copies_until(Thread* thread, uint64_t count);
 // mbarrier.cpp, wgmma.cpp
+void issue_bulk_copy(void* barrier, void* destination, std::vector<const char*> chunks, At at, const void* where);
 void check_mbarriers_at_exit(Block* block);
 void check_wgmma_at_exit(Thread* thread);
 

@@ -166,7 +166,7 @@ static bool launch_entry(const std::string& name, LaunchShape shape, const void*
   const PtxKernel& kernel = found->second;
   struct Call {
     void (*body)(const unsigned char*);
-    alignas(16) unsigned char parameters[4096];  // inside the closure: kernels may take their address
+    alignas(64) unsigned char parameters[4096];  // inside the closure: kernels may take their address
   } call{kernel.body, {}};
   if (std::max(bytes, kernel.parameter_bytes) > sizeof call.parameters) return false;
   memcpy(call.parameters, parameters, bytes);

@@ -12,9 +12,9 @@ namespace emulated {
 struct Mbarrier {
   struct Copy {
     char* destination;
-    const char* source;
-    uint32_t bytes;
-    std::vector<uint32_t> clock;  // of the issuer, at the issue
+    std::vector<const char*> chunks;  // sources of its 16-byte chunks; null: zeros
+    std::vector<uint32_t> clock;      // of the issuer, at the issue
+    size_t bytes() const { return 16 * chunks.size(); }
   };
   struct Arrival {  // of a thread, once its first `count` cp.async copies have landed
     Thread* thread;
@@ -70,14 +70,18 @@ static void take_arrivals(Mbarrier& b, uint32_t count, At at) {
 }
 
 static void land(Mbarrier& b, const Mbarrier::Copy& copy) {
-  memcpy(copy.destination, copy.source, copy.bytes);
+  for (size_t i = 0; i < copy.chunks.size(); i++)
+    if (copy.chunks[i])
+      memcpy(copy.destination + 16 * i, copy.chunks[i], 16);
+    else
+      memset(copy.destination + 16 * i, 0, 16);
   if (grid.checks) {
     Block* block = self()->owner;
-    engine_wrote(block, copy.destination, copy.bytes);
+    engine_wrote(block, copy.destination, copy.bytes());
     join_clock(b.clock, copy.clock);
     b.clock.back() = std::max(b.clock.back(), block->engine_clock);
   }
-  b.bytes -= copy.bytes;
+  b.bytes -= static_cast<int64_t>(copy.bytes());
 }
 
 static void land_all(Mbarrier& b, At at) {
@@ -168,22 +172,32 @@ __attribute__((noinline)) bool mbarrier_test(void* barrier, uint32_t parity, boo
 }
 
 __attribute__((noinline)) void bulk_copy(void* destination, const void* source, uint32_t bytes, void* barrier, At at) {
-  Mbarrier& b = find(barrier, at, __builtin_return_address(0));
-  Block* block = self()->owner;
-  char* to = static_cast<char*>(destination);
-  size_t offset = static_cast<size_t>(to - block->arena);
-  if (bytes % 16 || offset % 16 || reinterpret_cast<uintptr_t>(source) % 16)
+  if (bytes % 16 || reinterpret_cast<uintptr_t>(source) % 16)
     trap("bulk copy: addresses and size must be multiples of 16", at);
-  if (offset + bytes > block->used) trap("bulk copy: destination outside shared memory", at);
   if (bytes) check_source_range(source, bytes, at);
-  Mbarrier::Copy copy{to, static_cast<const char*>(source), bytes, clock_now(self())};
-  if (grid.checks) shared_access(self(), offset, bytes, true, false, __builtin_return_address(0), false, true);
+  std::vector<const char*> chunks;
+  for (uint32_t i = 0; i < bytes; i += 16) chunks.push_back(static_cast<const char*>(source) + i);
+  issue_bulk_copy(barrier, destination, std::move(chunks), at, __builtin_return_address(0));
+}
+
+// Chunks lie one behind the other in shared memory.
+void issue_bulk_copy(void* barrier, void* destination, std::vector<const char*> chunks, At at, const void* where) {
+  Mbarrier& b = find(barrier, at, where);
+  Block* block = self()->owner;
+  size_t offset = static_cast<size_t>(static_cast<char*>(destination) - block->arena);
+  Mbarrier::Copy copy{static_cast<char*>(destination), std::move(chunks), clock_now(self())};
+  if (offset % 16) trap("bulk copy: addresses and size must be multiples of 16", at);
+  if (offset + copy.bytes() > block->used) trap("bulk copy: destination outside shared memory", at);
+  if (grid.checks) {
+    engine_write_begins(self(), offset, copy.bytes(), where);
+    shared_access(self(), offset, copy.bytes(), true, false, where, false, true);
+  }
   if (config.landing == Landing::early || (config.landing == Landing::random && (grid.random() & 1))) {
     land(b, copy);
     complete_phase(b);
     return;
   }
-  memset(destination, 0xff, bytes);
+  memset(destination, 0xff, copy.bytes());
   b.copies.push_back(std::move(copy));
   for (Thread* waiter : b.waiting) make_runnable(waiter, false);
   b.waiting.clear();
