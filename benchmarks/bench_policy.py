@@ -303,7 +303,7 @@ def main(argv: list[str] | None = None) -> int:
                 print("to be continued: the same command goes on from here", flush=True)
                 return 0
             arms = arms or bench.start(batch, fit)
-            arms = {name: arms[name] for name in bench.arms(batch)}
+            arms = {name: arms[name] for name in bench.arms(batch) if name in arms}
             bench.block(arms, batch, number, steps)
             print({arm: round(1 / cost, 1) for arm, cost in sorted(bench.costs(batch, "seconds").items())}, flush=True)
         print(bench.summary(batch), flush=True)

@@ -52,6 +52,7 @@ def test_requests_equal_their_solo_runs(amx):
     cases.test_BT_05_each_request_equals_its_solo_run(amx)
 
 
+@pytest.mark.long
 def test_the_tiles_do_the_work(tmp_path_factory):
     """A model whose dot product forgets the odd halves of the pairs must be noticed."""
     folder = tmp_path_factory.mktemp("amx_broken")
