@@ -40,10 +40,10 @@ class Size:
     layers: int = 3
     experts: int = 16
     inner: int = 512
-    steps: int = 300
+    steps: int = 150
     draft_hidden: int = 128
     draft_layers: int = 2
-    draft_steps: int = 400
+    draft_steps: int = 160
     requests: int = 24
     tokens: int = 96
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
