@@ -31,12 +31,12 @@ def block_of(row: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def blocks(rows: Sequence[dict[str, Any]]) -> dict[tuple, dict[str, dict[str, Any]]]:
-    """Rows by block and provider; of several runs in one file the last counts."""
+    """Rows by block, in order of their numbers, and provider; of several runs in one file the last counts."""
     found: dict[tuple, dict[str, dict[str, Any]]] = {}
     for row in rows:
         if "median_s" in row:
             found.setdefault(block_of(row), {})[row["provider"]] = row
-    return found
+    return dict(sorted(found.items(), key=lambda item: [f"{value:>12}" for _, value in item[0]]))
 
 
 def roofline(row: dict[str, Any]) -> float | None:

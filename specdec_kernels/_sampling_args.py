@@ -49,23 +49,23 @@ class Sampling:
     ) -> Sampling:
         """From Python numbers: one for all requests, or a list with one for each."""
 
-        def column(value, dtype):
+        def column(name, value, dtype):
             if value is None:
                 return None
             if isinstance(value, (int, float)):
                 return torch.full((num_requests,), value, dtype=dtype, device=device)
             tensor = torch.tensor(value, dtype=dtype, device=device)
-            _ops.expect("Sampling", "list", tensor.shape == (num_requests,), f"{num_requests} values", len(value))
+            _ops.expect("Sampling", name, tensor.shape == (num_requests,), f"{num_requests} values", len(value))
             return tensor
 
         return cls(
-            temperature=column(temperature, torch.float32),
-            top_k=column(top_k, torch.int32),
-            top_p=column(top_p, torch.float32),
-            min_p=column(min_p, torch.float32),
-            seed=column(seed, torch.int64),
-            position=column(position, torch.int64),
-            step=column(step, torch.int64),
+            temperature=column("temperature", temperature, torch.float32),
+            top_k=column("top_k", top_k, torch.int32),
+            top_p=column("top_p", top_p, torch.float32),
+            min_p=column("min_p", min_p, torch.float32),
+            seed=column("seed", seed, torch.int64),
+            position=column("position", position, torch.int64),
+            step=column("step", step, torch.int64),
         )
 
 

@@ -245,6 +245,11 @@ def test_bad_arguments_are_named(argument, backend: Backend):
         verify(backend, torch.zeros(2, 5), ints([0, 1]), tree, sampling, **BAD[argument])
 
 
+def test_the_wrong_one_of_several_lists_is_named():
+    with pytest.raises(ValueError, match=r"^Sampling: top_p: expected 2 values, got 1"):
+        sk.Sampling.of(2, temperature=[1.0, 0.5], top_p=[0.9])
+
+
 def test_bad_tensors_are_named(backend: Backend):
     tree, sampling = tree_tensors([chain(1)], backend.device), sampling_tensors(1, backend.device)
     with pytest.raises(TypeError, match=r"^verify: draft_token_ids: expected int32, got int64"):
