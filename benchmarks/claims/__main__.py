@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 TEXT = (
     ("the speed-up is at most (1-q^(g+1))/((1-q)(1+c g)), q the rejection rate: 2.4x at g=5, c=.1, q=.3", ["formula"]),
     ("accepted length 3.5 at 70 % and g=5", ["accepted_length"]),
-    ("trees give 4.8 and 2.7x where a chain gives 2.0x, at equal acceptance", ["tree"]),
+    ("trees give 4.8 and 2.7x where a chain gives 2.0x, at equal acceptance", ["tree", "tree_vs_chain"]),
     ("acceptance under 65 % gives under 1.3x; under 70 % speculation gets rolled back", ["threshold"]),
     ("the prefix hit rate falls from 85 % to 62 % with speculation; soft pages restore 78 %", ["prefix_cache"]),
     ("utilisation .95 for chains, .71 for trees, .85 with look-ahead grouping; 25 % padding at width 64",
@@ -39,8 +39,8 @@ TEXT = (
     ("acceptance from 75 to 60 % doubles P99", ["p99"]),
     ("EAGLE-3 at c=.05 reaches 3.2x", ["eagle3_cost"]),
     ("long prompts favour trees, middle ones chains, short ones gain nothing", ["prompt_length"]),
-    ("EAGLE-2 beats Medusa by .4x", []),
-    ("levers in order: draft quality, depth, prefix mode, batch scheduling", []),
+    ("EAGLE-2 beats Medusa by .4x", ["eagle_vs_medusa"]),
+    ("levers in order: draft quality, depth, prefix mode, batch scheduling", ["levers"]),
     ("a dense draft for a mixture-of-experts target falls under 50 %", ["moe"]),
 )  # fmt: skip
 CLAIMS = [name for _, names in TEXT for name in names if (HERE / f"{name}.py").exists()]
