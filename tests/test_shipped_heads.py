@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import statistics
 
 import pytest
 import torch
 
 from specdec_kernels.engine import Engine, EngineConfig, load_model
-from specdec_kernels.engine.costs import fit_costs, record_steps
 from specdec_kernels.engine.drafters.eagle import EagleDrafter
 from specdec_kernels.engine.drafters.medusa import MedusaDrafter
 from specdec_kernels.engine.equality import compare_greedy
@@ -72,29 +70,3 @@ def test_a_shipped_head_is_lossless_and_accepted(kind: str):
             assert difference is None or difference.excused
         assert engine.metrics.drafter_failures == 0
     assert lengths[1] > lengths[0] > 1.2
-
-
-@pytest.mark.model
-@needs_model
-@pytest.mark.parametrize("kind", SHIPPED_KINDS)
-def test_a_step_costs_what_the_fitted_costs_predict(kind: str):
-    """Costs from every second step, the speed-up of drafts of 16 nodes within 15 % of the other steps' own times. The
-    two halves ran in turns, so a busy machine is busy for both."""
-    model = load_model("smollm2")
-    ids = model.tokenizer(PROMPT)["input_ids"]
-    sizes = (0, 1, 2, 4, 8, 16)
-    timings = record_steps(model, drafter(kind, "tree"), [ids], sizes=sizes, rounds=16)
-    steps = [t for t in timings if t.nodes == t.requests + t.drafts]
-    halves = [[t for i, t in enumerate(steps) if i // len(sizes) % 2 == half] for half in (0, 1)]
-    costs, seen = fit_costs(halves[0]), halves[1]
-
-    def median(nodes: int, what: str) -> float:
-        return statistics.median(
-            getattr(t, what) for t in seen if t.drafts == nodes and (what != "draft_seconds" or t.levels)
-        )
-
-    whole = median(16, "forward_seconds") + median(16, "draft_seconds")
-    context = statistics.mean(t.context for t in seen)
-    levels = statistics.mean(t.levels for t in seen if t.drafts == 16)
-    wanted = 2.5 * median(0, "forward_seconds") / whole
-    assert costs.speedup(2.5, 16, levels, context=context) == pytest.approx(wanted, rel=0.15)
