@@ -189,7 +189,7 @@ def test_at_most_two_launches(gpu: Backend):
     """Rows and walk, then the last token; the walk alone where it draws nothing, and in the lazy form."""
     gpu.require("verify")
     if gpu.name == "cuda":
-        pytest.skip("outside the sizes of backend cuda: the runtime counts launches")
+        pytest.skip(f"outside the sizes of backend {gpu.name}")  # the runtime counts launches
     library = cuda_on_cpu.suite_library()
     for method, form in itertools.product(METHODS, ("eager", "lazy")):
         arguments, options = call_of(requests_for(method, 37, 3), method)

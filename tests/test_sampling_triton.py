@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -111,12 +114,23 @@ def test_verify(twin: Backend):
 
 
 @pytest.mark.long
-def test_verify_by_every_method(twin: Backend):
-    """All methods, masks and biases; reduced vocabularies, faults in data, empty batches, the caller's coins."""
-    for method in test_cuda_verify.METHODS:
-        test_cuda_verify.test_mixed_requests(method, "eager", twin)
-    test_cuda_verify.test_reduced_draft_vocabulary(twin)
-    test_cuda_verify.test_faults_in_data(twin)
-    test_cuda_verify.test_empty_batches(twin)
-    for dtype in (torch.float32, torch.float64):
-        test_cuda_verify.test_coins_of_the_caller(dtype, twin)
+@pytest.mark.parametrize("method", test_cuda_verify.METHODS)
+def test_verify_by_every_method(method: str, twin: Backend):
+    """Ragged trees (block: chains) of every kind of law, filter and temperature; then with masks and biases."""
+    test_cuda_verify.test_mixed_requests(method, "eager", twin)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "case",
+    [
+        test_cuda_verify.test_reduced_draft_vocabulary,
+        test_cuda_verify.test_faults_in_data,
+        test_cuda_verify.test_empty_batches,
+        functools.partial(test_cuda_verify.test_coins_of_the_caller, torch.float32),
+        functools.partial(test_cuda_verify.test_coins_of_the_caller, torch.float64),
+    ],
+    ids=["reduced", "faults", "empty", "coins", "wide coins"],
+)
+def test_verify_on_the_cases_of_cuda(case: Callable[[Backend], None], twin: Backend):
+    case(twin)

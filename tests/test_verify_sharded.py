@@ -90,7 +90,7 @@ def batch(
         flat = [entry for row in entries for entry in row]
         options["bias"] = (cu, ints([token for token, _ in flat]), floats([value for _, value in flat]))
         options["allowed"] = torch.as_tensor(np.concatenate([r.allowed for r in made]))
-        options["vocab_size"] = vocab - rng.choice([0, 3, 40])
+        options["vocab_size"] = max(2, vocab - rng.choice([0, 3, 40]))
     return dict(target_logits=logits.to(dtype), draft_token_ids=ints(ids), tree=tree, sampling=sampling) | options
 
 
