@@ -69,10 +69,12 @@ def test_head_dim(built: Built, path: str, hopper: bool, nodes: int):
     backend, rng = built.backends[path, hopper], rng_of("head dims", str(built.dims), nodes)
     common = {"dtype": BF16, "dims": built.dims, "heads": (2, 1), "max_nodes": nodes}
     trees = [bernoulli(nodes, rng, diagonal=False, empty_rows=True), chain(3)]
-    mask.probe(build(trees, [330, 64], rng, page_size=16, **common), backend)
-    assert (b"hopper_kernel" in built.library.emulated_last_kernel()) == (
-        hopper and nodes == 60 and built.dims == (128, 128)
-    )
+    taken = hopper and nodes == 60 and built.dims == (128, 128)
+    for page_size in (16, 128) if taken else (16,):  # on pages of 128 two boxes of K and of V a tile by tensor maps
+        copies = built.library.emulated_tensor_copies()
+        mask.probe(build(trees, [330, 64], rng, page_size=page_size, **common), backend)
+        assert (b"hopper_kernel" in built.library.emulated_last_kernel()) == taken
+        assert (built.library.emulated_tensor_copies() > copies) == (page_size == 128)
     for kv_dtype in (None, E4M3):
         trees = [random_tree(nodes, rng), chain(2)]
         problem = build(trees, [200, 90], rng, kv_dtype=kv_dtype, softcap=20.0, window=90, **common)
