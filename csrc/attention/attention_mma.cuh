@@ -101,16 +101,18 @@ template <class T, class KV, int D, int DV, int kRows>
 __global__ void __launch_bounds__(kMmaThreads, MmaTile<T, KV, D, DV, kRows>::kMinBlocks)
     tree_attention_mma_kernel(const AttentionParams p) {
   using Tile = MmaTile<T, KV, D, DV, kRows>;
-  SPECDEC_DYNAMIC_SHARED(unsigned char, shared);
-  SPECDEC_SHARED(WalkState, walk, 1);
-  SPECDEC_SHARED(MergeState<Tile>, scratch, 1);
-  if (blockIdx.x + 1 == gridDim.x) clear_tail<T>(p);
-  for_each_item<WholeBlock, kRows>(p, walk[0], [&] {
-    WarpState<Tile> state;
-    attend<Tile>(p, walk[0].item, state, shared);
-    finish_item<Tile>(p, state, reinterpret_cast<float*>(shared + kRows * Tile::kQRow), walk[0], scratch[0]);
-  });
-  clear_own_plan<WholeBlock>(p, scratch[0].ticket);
+  if constexpr (Tile::bytes(2) <= kSharedHere) {  // else ring_stages finds no room, and it is never launched
+    SPECDEC_DYNAMIC_SHARED(unsigned char, shared);
+    SPECDEC_SHARED(WalkState, walk, 1);
+    SPECDEC_SHARED(MergeState<Tile>, scratch, 1);
+    if (blockIdx.x + 1 == gridDim.x) clear_tail<T>(p);
+    for_each_item<WholeBlock, kRows>(p, walk[0], [&] {
+      WarpState<Tile> state;
+      attend<Tile>(p, walk[0].item, state, shared);
+      finish_item<Tile>(p, state, reinterpret_cast<float*>(shared + kRows * Tile::kQRow), walk[0], scratch[0]);
+    });
+    clear_own_plan<WholeBlock>(p, scratch[0].ticket);
+  }
 }
 
 }  // namespace specdec

@@ -23,6 +23,15 @@ namespace specdec {
 
 constexpr int kMmaThreads = 128, kMmaWarps = 4, kMaxStages = 4;
 
+// Shared memory that a block can have on the architecture being compiled for.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+constexpr int kSharedHere = 99 * 1024;
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kSharedHere = 163 * 1024;
+#else
+constexpr int kSharedHere = 227 * 1024;
+#endif
+
 SPECDEC_HD constexpr int key_at(int position) {
   return (position >> 1 & 3) * 16 + (position >> 3) * 2 + (position & 1);
 }
