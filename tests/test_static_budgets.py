@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def faults(kernel: Kernel, budget: dict) -> list[str]:
-    """What of the budget the kernel breaks, in words. Where a variant does not fit on an architecture, it has no body."""
+    """What of the budget the kernel breaks, in words. Where a variant does not fit, it has no body."""
     found = []
     if kernel.occupancy(budget["threads"], budget["dynamic_shared"])[1] == "absent":
         products = kernel.mix.get("MMA", 0)
