@@ -70,7 +70,10 @@ def some_law_fails(counts: tuple, model: Markov) -> None:
 # ---- randomness
 
 
-@pytest.mark.parametrize(("method", "parents"), [("rejection", CHAIN), ("rejection", RAGGED_TREE), ("block", CHAIN)])
+CHAIN_TOO = pytest.param("rejection", CHAIN, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize(("method", "parents"), [CHAIN_TOO, ("rejection", RAGGED_TREE), ("block", CHAIN)])
 def test_drafts_and_verification_share_seeds_but_no_noise(method, parents, backend: Backend, pytestconfig):
     """The whole loop on the ops' own keys, the same request seeds in both: the text has the target's law."""
     model, total = Markov(seed=21), requests(backend, pytestconfig)

@@ -179,7 +179,8 @@ SAMPLED = {
 
 @pytest.mark.parametrize(
     ("name", "drafter"),
-    [(name, "fixed") for name in SAMPLED] + [pytest.param("filters", kind, marks=pytest.mark.long) for kind in KINDS],
+    [pytest.param(name, "fixed", marks=[pytest.mark.long] * (name == "min-p behind top-p")) for name in SAMPLED]
+    + [pytest.param("filters", kind, marks=pytest.mark.long) for kind in KINDS],
 )
 @pytest.mark.timeout(600)
 def test_the_sampled_law_of_two_tokens(model, name, drafter):

@@ -26,7 +26,10 @@ runpy.run_module("benchmarks.on_gpu", run_name="__main__")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: run the script itself")
-@pytest.mark.parametrize("stage", ["environment", "correctness", "placement", "timings", "sanitizer", "engine"])
+@pytest.mark.parametrize(
+    "stage",
+    ["environment", "correctness", "placement", "timings", "sanitizer", pytest.param("engine", marks=pytest.mark.long)],
+)
 def test_runs_to_the_end_without_a_gpu(stage: str, tmp_path: Path):
     command = [sys.executable, "-c", BARE, "--out", str(tmp_path), "--only", stage]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

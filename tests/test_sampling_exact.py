@@ -150,7 +150,8 @@ def test_vocabulary_sizes_and_dtypes(dtype, backend: Backend):
             request.logits = torch.tensor(request.logits).to(dtype).float().numpy()
             request.draft_logits = torch.tensor(request.draft_logits).to(dtype).float().numpy()
             requests.append(request)
-        compare(backend, share(backend, requests), "rejection", dtype=dtype, margin=3e-5)
+        # every group of 32 ids has a bound, rounded to a byte: in a wide row one lies near a step now and then
+        compare(backend, share(backend, requests), "rejection", dtype=dtype, margin=3e-5, clear=0.6)
 
 
 @pytest.mark.parametrize("vocab", [50257, 151936])

@@ -60,7 +60,7 @@ def run(model: Any, arm: str, prompt: list[int], max_tokens: int) -> tuple[float
 def main(argv: Sequence[str] | None = None) -> int:
     claim = Claim("prompt_length", __doc__, argv)
     model = load_model("smollm2")
-    lengths = [32, 128] if claim.quick else [128, 1000, 3000]
+    lengths = [24, 64] if claim.quick else [128, 1000, 3000]
     outputs = [4] if claim.quick else [32, 160]
     rounds = 1 if claim.quick else 3
     rows: list[list[Any]] = []
