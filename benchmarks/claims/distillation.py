@@ -135,7 +135,7 @@ def run(size: Size, shares: Sequence[float]) -> tuple[list[Arm], dict[str, Any]]
 def main(argv: Sequence[str] | None = None) -> int:
     claim = Claim(
         "distillation", __doc__, argv,
-        lambda p: p.add_argument("--shares", type=float, nargs="+", default=[0.03, 0.1],
+        lambda p: p.add_argument("--shares", type=float, nargs="+", default=[0.03, 0.1, 0.25],
                                  help="one online arm each: most of all time that its training may take"),
     )  # fmt: skip
     size = QUICK if claim.quick else Size()
