@@ -70,6 +70,20 @@ def test_heads_come_back_as_they_were_saved(kind: str, with_embedding: bool, tmp
     assert stored["d2t"].dtype == torch.int64
     if kind == "mtp":
         assert "mtp_layers.0.input_proj.weight" in stored
+    assert config["specdec"].get("block") == ("linear" if kind == "medusa" else None)
+
+
+@pytest.mark.parametrize("block", ["residual", None])
+def test_medusa_blocks_of_another_kind_are_refused(block: str | None, tmp_path):
+    """Residual blocks have tensors of the same names and shapes: read as maps they would only draft badly."""
+    save_head(random_head("medusa", ToyModel()), tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["specdec"] = {name: value for name, value in {**config["specdec"], "block": block}.items() if value}
+    path.write_text(json.dumps(config))
+    with pytest.raises(NotImplementedError) as raised:
+        load_head(tmp_path)
+    assert str(raised.value) == f"load_head: specdec.block: expected 'linear', got {block!r}"
 
 
 def hand_written(folder, *, vocab: int = 97, draft: int = 40, hidden: int = 128, extra: dict | None = None) -> None:

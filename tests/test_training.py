@@ -134,7 +134,7 @@ def test_training_lowers_the_loss_and_raises_acceptance(kind: str, loss: str, mo
         assert low <= value <= high
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "medusa"])
 def test_an_interrupted_run_has_the_same_loss_curve(kind: str, model, store, tmp_path):
     whole = trainer(model, store, tmp_path / "whole", kind)
     assert whole.run()
@@ -185,6 +185,43 @@ def test_a_head_trained_on_the_targets_own_text_drafts_better(model, corpus, tmp
             lengths.append(engine.metrics.mean_accepted_length)
             run.run()
         assert lengths[1] > lengths[0] + 0.1, (kind, lengths)
+
+
+def test_prompts_of_several_lengths_take_turns(model, corpus, tmp_path):
+    """Shard by shard: real text up to the prompt's end, the target's own behind it."""
+    own = compute_features(tmp_path, model, corpus, [0, 1, 2], shard_chunks=8, prompt_tokens=[12, 40], train_chunks=24)
+    for index, kept in ((3, 12), (9, 40), (17, 12)):
+        tokens, best = own.chunk("train", index, ("tokens", "best"))
+        assert torch.equal(tokens[:kept], corpus.train[index][:kept])
+        assert (tokens[kept:] == best[kept - 1 : -1]).float().mean() > 0.9
+    assert own.meta["prompt_tokens"] == [12, 40]
+    with pytest.raises(ValueError, match=r"expected features with prompt_tokens 12, got \[12, 40\]"):
+        compute_features(tmp_path, model, corpus, [0, 1, 2], shard_chunks=8, prompt_tokens=12)
+    with pytest.raises(ValueError, match=r"prompt_tokens: expected 1\.\.48 tokens of a chunk, got \[12, 49\]"):
+        compute_features(tmp_path / "other", model, corpus, [0], prompt_tokens=[12, 49])
+
+
+@pytest.mark.parametrize("kind", ["mtp", "medusa"])
+def test_training_can_begin_at_a_head(kind: str, model, store, tmp_path):
+    """With its weights, shape and draft vocabulary, whatever the options say of these; and resume from there."""
+    first = trainer(model, store, tmp_path / "first", kind, num_steps=12, intermediate=40)
+    first.run()
+    folder = str(first.export(tmp_path / "head", with_embedding=False))
+    second = trainer(model, store, tmp_path / "second", kind, begin=folder, num_steps=8, draft_vocab=30)
+    assert second.head.config == first.head.config
+    assert torch.equal(second.head.draft_ids, first.head.draft_ids)
+    for name, value in first.masters.items():
+        assert torch.allclose(second.masters[name], value, atol=1e-6), name
+    assert second.run(until=3) is False
+    again = trainer(model, store, tmp_path / "second", kind, begin=folder, num_steps=8, draft_vocab=30)
+    again.resume()
+    assert second.run()
+    assert again.run()
+    assert again.losses == second.losses
+    fresh = trainer(model, store, tmp_path / "fresh", kind, num_steps=8)
+    assert sum(second.losses) < sum(fresh.losses[:1]) * len(second.losses)
+    with pytest.raises(ValueError, match=f"new_head: begin: expected a head of kind eagle3, got {kind}"):
+        trainer(model, store, tmp_path / "third", begin=folder)
 
 
 def test_damaged_and_foreign_features_are_named(model, store, corpus, tmp_path):

@@ -2,7 +2,8 @@
 
 EAGLE-3 and MTP follow that format's tensor names and fields, so that other engines load what is written here. EAGLE and
 Medusa have no current counterpart there and use the same envelope. What only we need (the target's fingerprint, the
-layers read) stands under "specdec" in config.json; a checkpoint without it loads too.
+layers read, the kind of a Medusa set's blocks) stands under "specdec" in config.json; a checkpoint without it loads
+too, but for a Medusa set, whose tensors do not tell what its blocks are.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_kernels.engine.heads import KINDS, DraftHead, HeadConfig, make_head
+from specdec_kernels.engine.heads import KINDS, MEDUSA_BLOCK, DraftHead, HeadConfig, make_head
 from specdec_kernels.engine.linear import pack_linears
 from specdec_kernels.tree import check_d2t
 
@@ -234,6 +235,8 @@ def _stored_config(c: HeadConfig, num_drafts: int, head: DraftHead) -> dict[str,
         config["eagle_aux_hidden_state_layer_ids"] = list(c.feature_layers)
     if c.kind == "mtp":
         config["num_nextn_predict_layers"] = 1
+    if c.kind == "medusa":
+        config["specdec"]["block"] = MEDUSA_BLOCK
     return config
 
 
@@ -242,6 +245,9 @@ def _parse_config(stored: Mapping[str, Any], tensors: Mapping[str, Tensor], num_
     kind = stored.get("speculators_model_type")
     if kind not in KINDS:
         raise NotImplementedError(f"load_head: speculators_model_type: expected one of {KINDS}, got {kind!r}")
+    if kind == "medusa" and own.get("block") != MEDUSA_BLOCK:
+        # The paper's residual blocks have tensors of the same names and shapes and mean something else.
+        raise NotImplementedError(f"load_head: specdec.block: expected {MEDUSA_BLOCK!r}, got {own.get('block')!r}")
     for switch in _SWITCHES:
         if stored.get(switch):
             raise NotImplementedError(f"load_head: {switch}: expected false, got {stored[switch]!r}")

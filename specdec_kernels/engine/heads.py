@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from specdec_kernels.tree import check_d2t
 
 KINDS = ("eagle", "eagle3", "mtp", "medusa")
+MEDUSA_BLOCK = "linear"  # of a Medusa set: what maps the target's state, in the words of a checkpoint
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 

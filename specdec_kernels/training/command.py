@@ -23,8 +23,8 @@ from specdec_kernels.training.heads import HeadTrainer, TrainOptions, feature_la
 from specdec_kernels.training.losses import LOSSES
 from specdec_kernels.training.measure import measure_head
 
-_PLACES = ("out", "features", "command", "resume")
-_OPTIONS = ("kind", "depths", "rows", "batch", "lr", "loss", "decay", "draft_vocab", "intermediate", "seed")
+_PLACES = ("out", "features", "begin", "command", "resume")
+_OPTIONS = ("kind", "begin", "depths", "rows", "batch", "lr", "loss", "decay", "draft_vocab", "intermediate", "seed")
 _TREE_NODES, _PROMPTS, _TOKENS = 16, 8, 64  # of the engine run in a card
 
 
@@ -44,7 +44,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--chunks", type=int, help="compute and use only the first so many training chunks")
     command.add_argument("--held-out-tokens", type=int, default=32_768)
     command.add_argument("--length", type=int, default=512, help="tokens a chunk")
-    command.add_argument("--prompt-tokens", type=int, help="let the target continue so many tokens of each chunk")
+    command.add_argument(
+        "--prompt-tokens", type=int, nargs="+",
+        help="let the target continue so many tokens of each chunk; several numbers: shard by shard in turns",
+    )  # fmt: skip
+    command.add_argument("--begin", help="folder of a head to begin at (default: a linear guess); its shape is kept")
     command.add_argument("--epochs", type=float, default=3.0)
     command.add_argument("--depths", type=int, default=default.depths, help="rollout steps, or Medusa heads")
     command.add_argument("--rows", type=int, default=default.rows, help="rows a chunk that go deeper; 0: all")
@@ -131,7 +135,7 @@ def _card(options: argparse.Namespace, trainer: HeadTrainer, held_out: list[str]
     best = max(found, key=lambda entry: entry["tokens"][0])
     folder, store, depths = options.out / "head", trainer.store, trainer.options.depths
     model = load_model(options.target, dtype=options.dtype, device=options.device)  # packed, as the engine runs it
-    kept = options.prompt_tokens or store.meta["length"] // 4
+    kept = min(options.prompt_tokens or [store.meta["length"] // 4])
     tokens = [store.chunk("held_out", i, ["tokens"])[0] for i in range(min(_PROMPTS, store.num_chunks("held_out")))]
     measured = measure_head(
         model,

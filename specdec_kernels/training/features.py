@@ -38,18 +38,24 @@ def compute_features(
     layers: Sequence[int],
     *,
     shard_chunks: int = 32,
-    prompt_tokens: int | None = None,
+    prompt_tokens: int | Sequence[int] | None = None,
     train_chunks: int | None = None,
     report: Callable[[int, int], None] | None = None,
 ) -> FeatureStore:
     """Run the target over the corpus, unless that was done; returns the store.
 
     layers: states to keep (see `HiddenStates`); the last one is always kept. prompt_tokens: keep only so many tokens of
-    each chunk and let the target continue it greedily (on-policy data); None: the text itself. train_chunks: do only
-    the first so many of the corpus's training chunks (None: all); the rest can be added later. report(done, total) is
-    called with chunk counts. ValueError if `folder` holds features of something else.
+    each chunk and let the target continue it greedily (on-policy data); several numbers: shard by shard in turns; None:
+    the text itself. train_chunks: do only the first so many of the corpus's training chunks (None: all); the rest can
+    be added later. report(done, total) is called with chunk counts. ValueError if `folder` holds features of something
+    else.
     """
     folder = Path(folder)
+    turns = [prompt_tokens] if prompt_tokens is None or isinstance(prompt_tokens, int) else list(prompt_tokens)
+    if not turns or any(kept is not None and not 1 <= kept <= corpus.train.shape[1] for kept in turns):
+        raise ValueError(
+            f"compute_features: prompt_tokens: expected 1..{corpus.train.shape[1]} tokens of a chunk, got {turns}"
+        )
     layers = sorted({*layers, model.num_layers})
     meta = {
         "target": model.name,
@@ -60,7 +66,7 @@ def compute_features(
         "layers": layers,
         "length": corpus.train.shape[1],
         "shard_chunks": shard_chunks,
-        "prompt_tokens": prompt_tokens,
+        "prompt_tokens": turns if len(turns) > 1 else turns[0],
         "chunks": {"train": len(corpus.train), "held_out": len(corpus.held_out)},
         "tokens": hashlib.sha256(corpus.train.numpy().tobytes() + corpus.held_out.numpy().tobytes()).hexdigest(),
     }
@@ -80,8 +86,9 @@ def compute_features(
         for index, tokens in enumerate(chunks):
             shard = folder / part / f"shard-{index:05}.safetensors"
             if not shard.with_suffix(".sha256").exists():
-                if prompt_tokens is not None:
-                    tokens = continue_chunks(model, tokens, prompt_tokens)
+                kept = turns[index % len(turns)]
+                if kept is not None and kept < tokens.shape[1]:
+                    tokens = continue_chunks(model, tokens, kept)
                 _write(shard, shard_features(model, tokens, layers))
             done += len(tokens)
             if report is not None:

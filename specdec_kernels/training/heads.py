@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec_kernels.engine.checkpoint import resolve_dtype
-from specdec_kernels.engine.head_files import save_head
+from specdec_kernels.engine.head_files import bind_head, load_head, save_head
 from specdec_kernels.engine.heads import DraftHead, HeadConfig, make_head
 from specdec_kernels.training.begin import begin, input_scales
 from specdec_kernels.training.features import FeatureStore
@@ -31,7 +31,8 @@ class TrainOptions:
     the first step (of a Medusa set: are trained on); 0: all. `num_steps` optimizer steps of `batch` chunks; warm-up
     over the first 5 %, then a cosine to a fiftieth of `lr`. `decay`: weight of a depth against the one before.
     `draft_vocab`: most frequent tokens kept (0: all). `intermediate`: width of the head's MLP (None: the target's).
-    `dtype` of the weights: None is the fastest here."""
+    `dtype` of the weights: None is the fastest here. `begin`: folder of a head to begin at, whose shape and vocabulary
+    are kept; None: the linear guess of `begin.py`."""
 
     kind: str = "eagle3"
     depths: int = 4
@@ -47,6 +48,7 @@ class TrainOptions:
     clip: float = 1.0
     seed: int = 0
     dtype: str | None = None
+    begin: str | None = None
 
     def validate(self) -> None:
         for name, holds, expected in (
@@ -73,8 +75,13 @@ def feature_layers(kind: str, num_layers: int) -> tuple[int, ...]:
 
 def new_head(model: Any, options: TrainOptions, store: FeatureStore) -> DraftHead:
     """A head of the target's own shape: its width, heads and rotary positions, one layer deep. It reads the target's
-    own output matrix, and begins at the linear guess of `begin`."""
+    own output matrix, and begins at the linear guess of `begin`. With `options.begin`: the head of that folder."""
     torch.manual_seed(options.seed)
+    if options.begin is not None:
+        head = load_head(options.begin, num_layers=model.num_layers)
+        if head.config.kind != options.kind:
+            raise ValueError(f"new_head: begin: expected a head of kind {options.kind}, got {head.config.kind}")
+        return bind_head(head, model).requires_grad_(True)
     text = model.module.config.get_text_config()
     d2t = None
     vocab = model.vocab_size
