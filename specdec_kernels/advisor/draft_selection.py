@@ -5,6 +5,16 @@ depends on the text. So tokens a step are pooled over all batch sizes, request b
 at each size, in turns that interleave the candidates with plain decoding:
 
     speed-up(batch) = tokens a step * plain step(batch) / candidate's step(batch)
+
+A drafter that drafts when it finds something has cheap and dear steps, and a few turns meet another mix of them than
+whole texts do. So a step's cost is taken at the number of drafts that whole texts gave, along a robust line through the
+turns:
+
+    turn's step / plain step
+      |            . x          slope: Theil-Sen, the median over pairs of turns
+      |        x .              cost:  median of the turns, each moved along the slope to
+      |    . x                         the mean number of drafts of whole texts
+      | x ______________ drafts a request and step
 """
 
 from __future__ import annotations
@@ -27,6 +37,7 @@ from specdec_kernels.engine.tokens import encode_prompt
 
 PLAIN = "none"
 _OP = "select_draft_model"
+_TURNS_A_TEXT = 3  # then other prompts: more texts in few turns, where every turn would prefill more than it measures
 
 
 @dataclass(frozen=True)
@@ -40,8 +51,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One candidate at one batch size. Seconds are medians over turns of the mean step; speedup's interval joins a
-    bootstrap over requests (tokens a step) with one over turns (costs).
+    """One candidate at one batch size. Seconds: plain_seconds and draft_seconds are medians over turns of the mean
+    step, step_seconds is plain_seconds times the cost (above). speedup's interval joins a bootstrap over requests
+    (tokens a step) with one over turns (costs).
 
     memory: bytes of the draft's own parameters; memory_per_token: of its KV. verdict: "pays" where the whole interval
     lies above 1, "does not pay" where it lies below, else "undecided".
@@ -160,20 +172,23 @@ class _Arm:
         self.most = candidate.num_drafts + 1  # tokens a step
         self.steps: list[float] = []
         self.drafts: list[float] = []
+        self.nodes: list[float] = []  # drafts a request and step
         self._next = 0
         self._left: dict[int, int] = {}  # tokens to come, by request
         self.engine = _engine(target, candidate, batch, options.num_pages)
 
     def turn(self, num_steps: int) -> None:
         """Run a turn within which no text ends, and note what its mean step took."""
-        if not self._left or min(self._left.values()) <= num_steps * self.most:
+        ending = min(self._left.values(), default=0) <= num_steps * self.most
+        if ending or len(self.steps) % _TURNS_A_TEXT == 0:
             self._refill()
         counted, start = self.engine.metrics, time.perf_counter()
-        before = counted.draft_time_s
+        before, nodes, steps = counted.draft_time_s, counted.drafted, counted.steps
         for _ in range(num_steps):
             self._step()
         self.steps.append((time.perf_counter() - start) / num_steps)
         self.drafts.append((counted.draft_time_s - before) / num_steps)
+        self.nodes.append((counted.drafted - nodes) / (counted.steps - steps))
 
     def _refill(self) -> None:
         """The next prompts, prefilled: turns measure decoding alone."""
@@ -189,11 +204,15 @@ class _Arm:
     def _step(self) -> None:
         for event in self.engine.step():
             if event.result is not None:
-                raise ValueError(
-                    f"{_OP}: expected texts of {self.parameters['max_tokens']} tokens to fit the context and "
-                    f"num_pages, got one that ended with {event.result.finish_reason!r}"
-                )
+                raise _ended(self.parameters["max_tokens"], event.result.finish_reason)
             self._left[event.request_id] -= len(event.token_ids)
+
+
+def _ended(max_tokens: int, reason: str) -> ValueError:
+    return ValueError(
+        f"{_OP}: expected texts of {max_tokens} tokens to fit the context and num_pages, "
+        f"got one that ended with {reason!r}"
+    )
 
 
 @dataclass(frozen=True)
@@ -252,7 +271,11 @@ def select_draft_model(
         say(f"acceptance of {name} on {len(ids)} prompts")
         engine = _engine(target, candidate, max(batch_sizes), num_pages)
         memory[name] = draft_memory(engine)
-        stats[name] = [result.stats for result in engine.generate(ids, **parameters)]
+        results = engine.generate(ids, **parameters)
+        short = [result.finish_reason for result in results if len(result.token_ids) < max_tokens]
+        if short:
+            raise _ended(max_tokens, short[0])
+        stats[name] = [result.stats for result in results]
     found = []
     for batch in batch_sizes:
         arms = {n: _Arm(target, c, ids, batch, options) for n, c in {PLAIN: Candidate(PLAIN, 0), **wanted}.items()}
@@ -279,6 +302,19 @@ def draft_memory(engine: Engine) -> tuple[int, int]:
 def _parameters(thing: Any) -> list[torch.Tensor]:
     module = thing if isinstance(thing, torch.nn.Module) else getattr(thing, "module", None)
     return list(module.parameters()) if isinstance(module, torch.nn.Module) else []
+
+
+def _at_usual_drafts(costs: np.ndarray, nodes: np.ndarray, usual: float) -> np.ndarray:
+    """[turns] costs, moved along their Theil-Sen slope over drafts to `usual` drafts. A step without drafts costs a
+    plain step, one point more for the slope. Drafts cost time: no negative slope; and none from pairs nearer than a
+    quarter draft, where noise is all there is."""
+    x, y = np.append(nodes, 0.0), np.append(costs, 1.0)
+    first, second = np.triu_indices(len(x), 1)
+    apart = np.abs(x[first] - x[second]) > 0.25
+    if not apart.any():
+        return costs
+    slopes = (y[first] - y[second])[apart] / (x[first] - x[second])[apart]
+    return np.asarray(costs - max(0.0, float(np.median(slopes))) * (nodes - usual))
 
 
 def _measurement(
@@ -308,6 +344,8 @@ def _measurement(
 
     tokens, drawn_tokens = ratio(lambda c: c.emitted - 1, lambda c: c.steps - 1)  # the first comes with the prefill
     turns = np.array(arm.steps[1:]) / np.array(plain.steps[1:])  # turn by turn: what slows both cancels
+    usual = sum(c.drafted for c in counts) / max(1, sum(c.steps - 1 for c in counts))
+    turns = _at_usual_drafts(turns, np.array(arm.nodes[1:]), usual)
     picks = rng.integers(len(turns), size=(num_resamples, len(turns)))
     cost, drawn_cost = float(np.median(turns)), np.median(turns[picks], axis=1)
     speedup = interval(tokens / cost, drawn_tokens / drawn_cost)

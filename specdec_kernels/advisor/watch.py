@@ -22,6 +22,7 @@ SHOWN = {
     "useful_token_ratio": ("emitted a verified node", 1.0),
     "slot_utilisation": ("real nodes / computed slots", 1.0),
     "prefix_hits": ("prompt tokens found in the prefix cache", 1.0),
+    "realised_speedup": ("plain decoding's time / ours, by the policy's costs", 4.0),
     "tokens_a_second": ("emitted a second", 0.0),
 }
 
@@ -69,6 +70,9 @@ def rates(before: Mapping[str, float], after: Mapping[str, float], seconds: floa
         "useful_token_ratio": ratio(emitted, real),
         "slot_utilisation": ratio(real, real + padded),
         "prefix_hits": ratio(grown("prefix_cache_hits"), grown("prefix_cache_queries")),
+        "realised_speedup": ratio(
+            grown("spec_decode_plain_equivalent_seconds"), grown("spec_decode_priced_seconds")
+        ),
         "tokens_a_second": emitted / seconds,
     }  # fmt: skip
 

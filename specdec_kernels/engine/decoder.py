@@ -189,7 +189,7 @@ class Engine:
             limit.depth and hasattr(state.drafter, "kv_shape") and not state.draft_pages
             for state, limit in zip(plan.decoding, plan.limits)
         )
-        self.metrics.draft_version = getattr(self._default_drafter, "version", 0)
+        self.metrics.draft_version, emitted_before = getattr(self._default_drafter, "version", 0), self.metrics.emitted
         drafts = self._draft(plan.decoding, plan.limits)
         drafted = time.perf_counter()
         packed = pack_step(
@@ -222,6 +222,11 @@ class Engine:
             levels=max((draft.depth for draft in drafts), default=0), drafts=sum(map(len, drafts)),
             forward_seconds=end - drafted, draft_seconds=0.0 if reading else drafted - start + observing,
         )  # fmt: skip
+        plain_seconds = getattr(self.policy, "plain_seconds", None)
+        if plain_seconds is not None and packed.states and not plan.chunks:
+            emitted = self.metrics.emitted - emitted_before
+            plain = plain_seconds(len(packed.states), context) * emitted / len(packed.states)
+            self.metrics.price(end - start + observing, plain)
         self.policy.record(outcomes, timing)
         return reports
 

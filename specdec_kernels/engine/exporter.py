@@ -91,6 +91,14 @@ class EngineCollector:
             for (method, temperature, version), counted in sorted(total.by_class.items()):
                 family.add_metric([*values, method, temperature, str(version)], getattr(counted, attribute))
             yield family
+        for name, times, text in (
+            ("priced", total.priced_time_s, "Time of decode steps that a policy's cost model priced, prefill apart."),
+            ("plain_equivalent", total.plain_time_s, "What plain decoding would have taken for their tokens."),
+        ):
+            family = CounterMetricFamily(f"{PREFIX}spec_decode_{name}_seconds", text, labels=[*names, "draft_version"])
+            for version, seconds in sorted(times.items()):
+                family.add_metric([*values, str(version)], seconds)
+            yield family
         family = CounterMetricFamily(f"{PREFIX}request_success", "Requests ended.", labels=[*names, "finished_reason"])
         for reason, count in sorted(total.finished_by.items()):
             family.add_metric([*values, reason], count)

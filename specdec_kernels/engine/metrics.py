@@ -131,12 +131,26 @@ class EngineCounters(SpecCounters):
     verify_time_s: float = 0.0
     step_time_s: float = 0.0
     by_class: dict[tuple[str, str, int], SpecCounters] = field(default_factory=dict)  # see `of_class`
+    priced_time_s: dict[int, float] = field(default_factory=dict)  # by draft version, see `price`
+    plain_time_s: dict[int, float] = field(default_factory=dict)
 
     def of_class(self, method: str, temperature: float, version: int) -> SpecCounters:
         """Counters of one drafter, greedy or sampled requests, and the version of the weights that drafted. Rates move
         with the mix of such classes even when nothing changed in any of them: alerts compare a class with itself."""
         key = (method, "greedy" if temperature <= 1e-5 else "sampled", version)
         return self.by_class.setdefault(key, SpecCounters())
+
+    def price(self, seconds: float, plain_seconds: float) -> None:
+        """A step without prefill took `seconds`; plain decoding would have taken `plain_seconds` for the same tokens,
+        by the cost model of a policy that has one."""
+        for times, spent in ((self.priced_time_s, seconds), (self.plain_time_s, plain_seconds)):
+            times[self.draft_version] = times.get(self.draft_version, 0.0) + spent
+
+    @property
+    def realised_speedup(self) -> float:
+        """Over plain decoding, of all priced steps; 0.0 if no step was priced."""
+        spent = sum(self.priced_time_s.values())
+        return sum(self.plain_time_s.values()) / spent if spent else 0.0
 
     def finish(self, reason: str, stats: SpecCounters) -> None:
         """A request ended. `request_acceptance[i]`: requests whose conditional acceptance lies in tenth i."""

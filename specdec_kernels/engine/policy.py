@@ -190,6 +190,11 @@ class GoodputPolicy:
             predicted = float(self._draft_seconds(np.float64(timing.levels), np.float64(timing.drafts)))
             self.draft_correction.observe(1, predicted, timing.draft_seconds)
 
+    def plain_seconds(self, count: int, context: int) -> float:
+        """Predicted seconds of a plain decode step of `count` requests over `context` KV rows, as corrected so far."""
+        fixed = self.costs.predict(0, count, context)
+        return float(self.forward_correction.seconds(np.float64(count), fixed))
+
     def forget(self, request_id: int) -> None:
         self.acceptance.forget(request_id)
         self._current.pop(request_id, None)
