@@ -138,7 +138,7 @@ def drafters_for(model: Any) -> tuple[str, ...]:
 
 def make_drafter(name: str) -> str | EagleDrafter:
     """By name; the head with a tree that is small enough for a CPU, where every verified row costs."""
-    return EagleDrafter(top_k=4, depth=4, num_nodes=8) if name == "eagle3" else name
+    return EagleDrafter(num_nodes=8) if name == "eagle3" else name
 
 
 def check_equality(model: Any, drafters: tuple[str, ...], prompts: list[Any], lengths: list[int]) -> bool:

@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return "ngram"
         if kind == "medusa":
             return MedusaDrafter(paths=best_paths(table, nodes))
-        return EagleDrafter(kind=kind, top_k=TOP_K, depth=min(nodes, DEPTH), num_nodes=nodes)
+        return EagleDrafter(kind=kind, num_nodes=nodes)
 
     rounds = 2 if claim.quick else 8
     steps = sorted({0, 1, 2, 3, 4, *budgets})

@@ -7,6 +7,7 @@ import heapq
 import json
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,20 +25,30 @@ TIE = 0.25  # as in bench_engine: two units in the last place of a bfloat16 logi
 
 
 def held_out_prompts(tokenizer: Any, count: int) -> dict[str, list[int]]:
-    """Token ids by document: files of the standard library that no head here was trained on, every sixth of them."""
-    root = named_sources()["stdlib"][0]
-    names = [
-        path.relative_to(root).as_posix()
-        for path in sorted(root.rglob("*.py"))
-        if not LEFT_OUT & set(path.relative_to(root).parts)
-    ]
-    names = [name for name in names if is_held_out(f"stdlib/{name}") and (root / name).stat().st_size > 4000]
-    order = sorted(range(len(names)), key=lambda i: (i % 6, i))
+    """Token ids by document that no head here was trained on: files of the standard library, every sixth of them in
+    turns, and behind these the documentation's sources where they are installed. ValueError if there are too few."""
     found = {}
-    for i in order[:count]:
-        ids = tokenizer((root / names[i]).read_text())["input_ids"]
-        found[names[i]] = ids[SKIP_TOKENS : SKIP_TOKENS + PROMPT_TOKENS]
+    for source, folders in named_sources().items():
+        for root in folders:
+            names = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*")) if _is_text(path, root)]
+            names = [name for name in names if is_held_out(f"{source}/{name}")]
+            for i in sorted(range(len(names)), key=lambda i: (i % 6, i)):
+                if len(found) == count:
+                    return found
+                ids = tokenizer((root / names[i]).read_text())["input_ids"][SKIP_TOKENS : SKIP_TOKENS + PROMPT_TOKENS]
+                if len(ids) == PROMPT_TOKENS:
+                    found[names[i] if source == "stdlib" else f"{source}/{names[i]}"] = ids
+    if len(found) < count:
+        raise ValueError(f"held_out_prompts: count: expected at most {len(found)} documents, got {count}")
     return found
+
+
+def _is_text(path: Path, root: Path) -> bool:
+    return (
+        path.name.endswith((".py", ".rst.txt"))
+        and not LEFT_OUT & set(path.relative_to(root).parts)
+        and path.stat().st_size > 4000
+    )
 
 
 def gate(claim: str, model: Any, prompts: Sequence[Sequence[int]], plain: Arm, arms: dict[str, Arm]) -> int:

@@ -142,7 +142,7 @@ def _card(options: argparse.Namespace, trainer: HeadTrainer, held_out: list[str]
         lambda: (
             MedusaDrafter(folder, num_nodes=_TREE_NODES)
             if options.kind == "medusa"
-            else EagleDrafter(folder, kind=options.kind, top_k=4, depth=depths, num_nodes=_TREE_NODES)
+            else EagleDrafter(folder, kind=options.kind, num_nodes=_TREE_NODES)
         ),
         [chunk[:kept].tolist() for chunk in tokens],
         min(_TOKENS, store.meta["length"] - kept),

@@ -52,8 +52,9 @@ class EagleDrafter:
     """Drafts with an autoregressive head; one object serves one engine.
 
     `head`: a head, a checkpoint folder, or None: the head of `kind` that ships for this target. `top_k`, `depth`,
-    `num_nodes`: shape of the tree (`top_k` 1: a chain). `sampled`: for requests with a temperature, siblings drawn
-    without replacement from the head's law; False: the likeliest ones, verified as fixed choices. Both are lossless.
+    `num_nodes`: bounds of the tree (`top_k` 1: a chain); it grows only where more can be kept. `sampled`: for requests
+    with a temperature, siblings drawn without replacement from the head's law; False: the likeliest ones, verified as
+    fixed choices. Both are lossless.
     `by_rank`: None, and the tree follows the head's own probabilities, step by step (dynamic, EAGLE-2); or the chances
     that the child of rank 0, 1, ... top_k - 1 is the accepted one, and every tree has the shape that suits these
     (static, EAGLE-1).
@@ -64,8 +65,8 @@ class EagleDrafter:
         head: DraftHead | str | Path | None = None,
         *,
         kind: str = "eagle3",
-        top_k: int = 4,
-        depth: int = 5,
+        top_k: int = 8,
+        depth: int = 8,
         num_nodes: int = 24,
         sampled: bool = True,
         by_rank: Sequence[float] | None = None,

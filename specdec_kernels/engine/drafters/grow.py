@@ -6,6 +6,10 @@ A level of two requests with top_k = 2; slots are where the drafter's own KV of 
                 slots of x, y: 0, 1                slots of a, c: 2, 3      mask of c: slots 1 and 3
     request 1:  the same, in the same pass: each level is one forward of B * top_k rows
 
+Only nodes are expanded whose children may still be kept: a child's score is at most its parent's, so a node that is not
+itself among the best num_nodes seen so far has none, and growing ends at the first level without such a node. The tree
+is the one that growing to full depth and width would give; the passes follow what the head is sure of.
+
 A chain is top_k = 1. Fixed choices are the top_k tokens of every node. Random ones are drawn without replacement; they
 are kept by `rerank_tree(sampled=True)`, because keeping a sibling for what it turned out to be would bias the output.
 """
@@ -40,7 +44,8 @@ class Level(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """top_k: children a node, and nodes expanded a level; depth; num_nodes: kept in the end, the root not counted."""
+    """top_k: children a node, and most nodes expanded a level; depth: at most; num_nodes: kept in the end, the root not
+    counted."""
 
     top_k: int
     depth: int
@@ -112,34 +117,39 @@ def grow_trees(
         log_probs = log_probs.view(batch, width, k).masked_fill((depths < at)[:, None, None], -torch.inf)
         return ids.view(batch, width, k), log_probs
 
+    most = [min(shape.num_nodes, limit.nodes) for limit in limits]
+    sizes = torch.tensor(most, device=device)
+    best = torch.empty(batch, 0, device=device)  # ranks of the best candidates so far
     scores = torch.zeros(batch, 1, device=device)
-    paths = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # candidate index of each expanded node
+    paths = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # a number of its own for each expanded node
     seen = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # slots each expanded node sees
     logits, laws, levels, width = root_logits, [root_logits.view(batch, 1, -1)], [], 1
     token_columns = [torch.full((batch, 1), -1, dtype=torch.int32, device=device)]
     row_columns = [torch.zeros(batch, 1, dtype=torch.int32, device=device)]
-    row, candidate = 0, 1  # first law row and first candidate of the level
+    row, slot, path = 0, 0, 1  # first law row of the level; slots taken; first number of the level's nodes
     for at in range(1, depth + 1):
         ids, log_probs = children(logits, width, paths, at)
         level = expand_tree(scores, log_probs.contiguous(), k)
-        levels.append(level)
         token_columns.append(ids.reshape(batch, -1))
         rows = torch.arange(row, row + width, dtype=torch.int32, device=device).repeat_interleave(k)
         row_columns.append(rows.expand(batch, -1))
-        if at == depth:
+        best = _best(best, scores, log_probs, drawing, sizes, max(most))
+        useful = int((level.beam_scores > best[:, -1:]).sum(1).max()) if at < depth else 0
+        levels.append(level._replace(beam=level.beam[:, :useful], beam_scores=level.beam_scores[:, :useful]))
+        if not useful:
             break
-        chosen = level.beam.long().clamp(min=0)
+        chosen = levels[-1].beam.long().clamp(min=0)
         parents = chosen // k
-        first_slot = (at - 1) * k
-        before = seen.gather(1, parents[:, :, None].expand(-1, -1, first_slot)) if at > 1 else seen.expand(-1, k, 0)
-        own = own_slot[first_slot : first_slot + k, first_slot : first_slot + k].expand(batch, k, k)
+        before = seen.gather(1, parents[:, :, None].expand(-1, -1, slot)) if slot else seen.expand(-1, useful, 0)
+        own = own_slot[slot : slot + useful, slot : slot + useful].expand(batch, useful, useful)
         seen = torch.cat([before, own], -1)
         token_ids = ids.reshape(batch, -1).gather(1, chosen).long().clamp(min=0)
-        mask = pack_mask(seen.reshape(batch * k, -1))
-        logits = forward(Level(token_ids, parents, mask, first_slot, at))
-        laws.append(logits.view(batch, k, -1))
-        scores, paths = level.beam_scores, candidate + chosen
-        row, candidate, width = row + width, candidate + width * k, k
+        mask = pack_mask(seen.reshape(batch * useful, -1))
+        logits = forward(Level(token_ids, parents, mask, slot, at))
+        laws.append(logits.view(batch, useful, -1))
+        # Numbered as if all levels were k wide: a request's draws do not depend on how wide others make the batch.
+        scores, paths, path = levels[-1].beam_scores, path + chosen, path + (k if at == 1 else k * k)
+        row, slot, width = row + width, slot + useful, useful
 
     candidates = collect_candidates(levels)
     tokens, rows = torch.cat(token_columns, 1), torch.cat(row_columns, 1)
@@ -148,12 +158,26 @@ def grow_trees(
     for kind in (False, True):
         group = [b for b in range(batch) if bool(drawing[b]) == kind]
         if group:
-            kept = _rerank(
-                candidates, tokens, rows, group, [min(shape.num_nodes, limits[b].nodes) for b in group], kind
-            )
+            kept = _rerank(candidates, tokens, rows, group, [most[b] for b in group], kind)
             for b, (ids, parents_, law_rows) in zip(group, kept):
                 drafts[b] = _drawn_draft(ids, parents_, law_rows, all_laws[b], d2t) if kind else Draft(ids, parents_)
     return drafts
+
+
+def _best(best: Tensor, scores: Tensor, log_probs: Tensor, drawing: Tensor, sizes: Tensor, most: int) -> Tensor:
+    """Ranks of the `most` best candidates so far, now with a level's children, whose parents have `scores` [B, M] and
+    which have log_probs [B, M, k]: [B, most + 1], with each request's `sizes`-th best in the last column (-inf: none).
+
+    Ranks as `rerank_tree` has them: the cumulative score, and of drawn children the chance to be tried at all.
+    """
+    chances = log_probs.exp().nan_to_num()
+    tried = (1 - chances.cumsum(-1) + chances).clamp(2.0**-24, 1).log()
+    own = torch.where(drawing[:, None, None] & (log_probs > -torch.inf), tried, log_probs)
+    ranks = (scores[:, :, None] + own).flatten(1).nan_to_num(-torch.inf, neginf=-torch.inf)
+    merged = torch.cat([best[:, :-1], ranks], 1)
+    merged = torch.nn.functional.pad(merged, (0, max(0, most - merged.shape[1])), value=-torch.inf)
+    merged = merged.topk(most, dim=1).values
+    return torch.cat([merged, merged.gather(1, (sizes - 1).clamp(min=0)[:, None])], 1)
 
 
 def _rerank(
