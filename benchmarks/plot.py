@@ -1,4 +1,5 @@
-"""Pictures of measured rows: `python -m benchmarks.plot ROWS.jsonl... [--out FOLDER]` writes FAMILY.svg and FAMILY.png.
+"""Pictures of measured rows: `python -m benchmarks.plot ROWS.jsonl... [--where B=8 ...] [--out FOLDER]` writes
+FAMILY.svg and FAMILY.png.
 
 One line a block: each provider's median with its p10..p90 range on a logarithmic axis of time, and the block's
 roofline as a bar: one read of its bytes at the bandwidth measured beside it or, where the row has it, the arithmetic's
@@ -94,10 +95,15 @@ def draw(family: str, rows: Sequence[dict[str, Any]], folder: Path) -> Path | No
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("rows", nargs="+", type=Path, help="JSONL files of benchmarks.run")
+    parser.add_argument("--where", nargs="+", default=[], metavar="KEY=VALUE", help="only rows with these values")
     parser.add_argument("--out", type=Path, help="folder of the pictures (default: beside the rows)")
     options = parser.parse_args(argv)
+    if wrong := [pair for pair in options.where if "=" not in pair]:
+        parser.error(f"--where: expected KEY=VALUE, got {wrong[0]!r}")
+    wanted = dict(pair.split("=", 1) for pair in options.where)
     for path in options.rows:
-        made = draw(path.stem, read_rows(path), options.out or path.parent)
+        rows = [row for row in read_rows(path) if all(str(row.get(key)) == value for key, value in wanted.items())]
+        made = draw(path.stem, rows, options.out or path.parent)
         print(made or f"{path}: no timed rows")
     return 0
 

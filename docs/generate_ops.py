@@ -14,6 +14,7 @@ from specdec_kernels._ops import SCHEMAS, supports
 
 ROOT = Path(__file__).parents[1]
 OPS_PAGE, README = ROOT / "docs" / "ops.md", ROOT / "README.md"
+WITHOUT_TRITON = {"plan_tree_attention": "not needed: each program plans for itself"}
 BEGIN, END = "<!-- support matrix: generated -->", "<!-- end of the support matrix -->"
 ROOMS = {
     "tree": "build_tree chain_tree expand_tree rerank_tree pack_mask unpack_mask tree_from_mask",
@@ -79,6 +80,7 @@ def matrix() -> str:
     for names in ROOMS.values():
         for op in names.split():
             gpu = ["not yet run on a GPU" if has else "not yet" for has in (op in cuda, op in _triton.OPS)]
+            gpu[1] = WITHOUT_TRITON.get(op, gpu[1])
             lines.append(f"| `{op}` | {'yes' if supports(op) else 'not yet'} | {gpu[0]} | {gpu[1]} |")
     lines += [f"| {method} | not yet | not yet | not yet |" for method in METHODS]
     return "\n".join([*lines, END])

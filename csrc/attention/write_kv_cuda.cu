@@ -12,44 +12,6 @@
 
 namespace specdec {
 
-constexpr int kEight = 8;  // elements a thread carries
-
-template <class T>
-struct Eight {
-  T value[kEight];
-};
-
-// Eight neighbouring elements in words of up to 16 bytes.
-template <class T>
-__device__ __forceinline__ Eight<T> load_eight(const T* from) {
-  Eight<T> eight;
-  constexpr int kBytes = kEight * sizeof(T);
-  if constexpr (kBytes == 8) {
-    const uint2 word = *reinterpret_cast<const uint2*>(from);
-    memcpy(&eight, &word, 8);
-  } else {
-    uint4 words[kBytes / 16];
-#pragma unroll
-    for (int i = 0; i < kBytes / 16; i++) words[i] = reinterpret_cast<const uint4*>(from)[i];
-    memcpy(&eight, words, kBytes);
-  }
-  return eight;
-}
-template <class T>
-__device__ __forceinline__ void store_eight(T* to, const Eight<T>& eight) {
-  constexpr int kBytes = kEight * sizeof(T);
-  if constexpr (kBytes == 8) {
-    uint2 word;
-    memcpy(&word, &eight, 8);
-    *reinterpret_cast<uint2*>(to) = word;
-  } else {
-    uint4 words[kBytes / 16];
-    memcpy(words, &eight, kBytes);
-#pragma unroll
-    for (int i = 0; i < kBytes / 16; i++) reinterpret_cast<uint4*>(to)[i] = words[i];
-  }
-}
-
 template <class From, class To>
 __device__ __forceinline__ To converted(From x, bool plain, float scale) {
   if constexpr (std::is_same_v<From, To>) {

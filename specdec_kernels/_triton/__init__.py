@@ -33,6 +33,7 @@ OPS: dict[str, str] = {
     "gather_accepted": "kv",
     "prepare_next": "kv",
     "tree_attention": "attention",
+    "merge_attention": "attention_join",
 }
 
 _loaded: dict[str, Any] = {}  # keeps each Library alive: it unregisters when collected
