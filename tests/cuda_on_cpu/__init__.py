@@ -11,10 +11,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ __all__ = [
     "run_op",
     "suite_library",
     "supports",
+    "unchecked",
 ]
 
 BACKENDS = ("emulated", "ptx", "triton_interpret", "triton_ptx")
@@ -130,6 +133,21 @@ def register() -> tuple[str, ...]:
                 front.impl(op, function, "CPU")
         _ops.register_backend(backend, namespace)
     return found
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Kernels run without the checks of races and bounds: for many requests that differ in nothing the checks see, of
+    which some have run with them. Several times as fast; results alone are judged."""
+    from tests.cuda_on_cpu import triton_backends
+
+    before = triton_backends.config
+    triton_backends.config = dataclasses.replace(before, checks=False)
+    try:
+        with suite_library().configured(checks=False) if missing("emulated") is None else contextlib.nullcontext():
+            yield
+    finally:
+        triton_backends.config = before
 
 
 def suite_library() -> Library:

@@ -4,6 +4,8 @@ Triton's interpreter keeps bfloat16 as raw 16-bit integers and computes with the
 its operands to float32 first (what the tensor core does: exact products, float32 sums), float32 is rounded to the
 nearest bfloat16 as in compiled code (the interpreter cuts), and every other arithmetic on bfloat16 is refused: kernels
 must convert to float32 anyway.
+
+The interpreter also patches triton.language again at every call of a device function; here it does so once a function.
 """
 
 from __future__ import annotations
@@ -66,10 +68,26 @@ def guard_bfloat16() -> None:
         setattr(InterpreterBuilder, name, refusing(name))
 
 
+def patch_language_once() -> None:
+    """Device functions find triton.language patched already: nothing else than kernels runs in this process."""
+    from triton.runtime import interpreter
+
+    patch, patched = interpreter._patch_lang, set()
+
+    def patch_lang(function: Any) -> Any:
+        if function not in patched:
+            patched.add(function)
+            patch(function)
+        return interpreter._LangPatchScope()  # with nothing to restore
+
+    interpreter._patch_lang = patch_lang
+
+
 def main() -> None:
     reader, writer = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # kernels may print; the pipe is ours alone
     guard_bfloat16()
+    patch_language_once()
     from tests.cuda_on_cpu.triton_backends import named_tensors, portable, restored
 
     rooms = importlib.import_module("specdec_kernels._triton").OPS

@@ -37,13 +37,23 @@ def ptx_from_cuda(source: Path, arch: str, defines: tuple[str, ...] = ()) -> Pat
     )
 
 
+@functools.cache
+def translator() -> str:
+    """The sources of this package."""
+    return "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py")))
+
+
 def object_from_ptx(text: str, target: Path, origin: str, entries: str = "") -> Path:
-    """Translate PTX and compile the C++; done again only if the translation differs."""
-    cpp = translate(text, origin, entries)
+    """Translate PTX and compile the C++; each is done again only if what it is made from differs."""
     generated = target.with_suffix(".cpp")
+    note, key = target.with_suffix(".from"), hashlib.sha256("\0".join([text, origin, entries, translator()]).encode())
     with build.locked(generated):
-        if not generated.exists() or generated.read_text() != cpp:
-            generated.write_text(cpp)
+        if not (generated.exists() and note.exists() and note.read_text() == key.hexdigest()):
+            note.unlink(missing_ok=True)
+            cpp = translate(text, origin, entries)
+            if not generated.exists() or generated.read_text() != cpp:
+                generated.write_text(cpp)
+            note.write_text(key.hexdigest())
     return build.compile_cpp(generated, target, FLAGS)
 
 

@@ -185,8 +185,9 @@ static void maybe_preempt() {
   yield();
 }
 
-static void check(const void* address, size_t bytes, bool write, const void* where, const void* value) {
-  if (!grid.checks || !current || hooks_quiet) return;
+[[gnu::noinline]] static void check(const void* address, size_t bytes, bool write, const void* where,
+                                    const void* value) {
+  if (!current || hooks_quiet) return;
   Thread* thread = self();
   Block* block = thread->owner;
   const char* byte = static_cast<const char*>(address);
@@ -201,10 +202,10 @@ static void check(const void* address, size_t bytes, bool write, const void* whe
 }
 
 void check_read(const void* address, size_t bytes, const void* where) {
-  check(address, bytes, false, where, nullptr);
+  if (grid.checks) check(address, bytes, false, where, nullptr);
 }
 void check_write(const void* address, size_t bytes, const void* where, const void* value) {
-  check(address, bytes, true, where, value);
+  if (grid.checks) check(address, bytes, true, where, value);
 }
 
 }  // namespace emulated

@@ -13,16 +13,16 @@ void __tsan_vptr_read(void**) {}
 
 #define EMULATED_HOOKS(n)                                                                          \
   void __tsan_read##n(void* address) {                                                             \
-    emulated::check_read(address, n, CALLER);                                                      \
+    if (emulated::grid.checks) emulated::check_read(address, n, CALLER);                           \
   }                                                                                                \
   void __tsan_write##n(void* address) {                                                            \
-    emulated::check_write(address, n, CALLER);                                                     \
+    if (emulated::grid.checks) emulated::check_write(address, n, CALLER);                          \
   }                                                                                                \
   void __tsan_unaligned_read##n(void* address) {                                                   \
-    emulated::check_read(address, n, CALLER);                                                      \
+    if (emulated::grid.checks) emulated::check_read(address, n, CALLER);                           \
   }                                                                                                \
   void __tsan_unaligned_write##n(void* address) {                                                  \
-    emulated::check_write(address, n, CALLER);                                                     \
+    if (emulated::grid.checks) emulated::check_write(address, n, CALLER);                          \
   }                                                                                                \
   /* A volatile access to global memory may be half of a hand-over: judged as a relaxed atomic. */ \
   void __tsan_volatile_read##n(void* address) {                                                    \
@@ -43,10 +43,10 @@ EMULATED_HOOKS(4)
 EMULATED_HOOKS(8)
 EMULATED_HOOKS(16)
 void __tsan_read_range(void* address, size_t bytes) {
-  emulated::check_read(address, bytes, CALLER);
+  if (emulated::grid.checks) emulated::check_read(address, bytes, CALLER);
 }
 void __tsan_write_range(void* address, size_t bytes) {
-  emulated::check_write(address, bytes, CALLER);
+  if (emulated::grid.checks) emulated::check_write(address, bytes, CALLER);
 }
 
 // Host code of the same file (static guards, shared pointers) uses real atomics; device atomics go through
