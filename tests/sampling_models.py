@@ -7,8 +7,7 @@ deliberately wrong); the suites put the op in its place. A drafter is `draw(stat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -44,7 +43,8 @@ class State:
     position: np.ndarray  # [B] output position of the first token to come
     step: int
     rng: np.random.Generator
-    extra: dict[str, Any] = field(default_factory=dict)
+    who: np.ndarray  # [B] numbers of the requests
+    seeds: np.ndarray  # [B] their seeds
 
     def children(self, node: int) -> list[int]:
         return [n for n, parent in enumerate(self.parents) if parent == node]
@@ -86,18 +86,19 @@ def simulate(
     start: int = 0,
     edit: Callable[[State], None] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Speculate until every request has `length` tokens: ([B, length] ids, emitted tokens by request and step 0)."""
+    """Speculate until every request has `length` tokens: ([B, length] ids, emitted tokens by request and step 0).
+
+    A request that has them takes no further part."""
     rng = np.random.default_rng(seed)
     text = np.full((requests, length + len(parents) + 1), -1)
     written = np.zeros(requests, dtype=np.int64)
     last = np.full(requests, start)
-    rows = np.arange(requests)
-    step, first_emitted = 0, None
-    extra = {"seeds": rng.integers(0, 2**62, requests)}
-    while written.min() < length:
-        ids = np.zeros((requests, len(parents)), dtype=np.int64)
-        ids[:, 0] = last
-        state = State(model, parents, ids, written.copy(), step, rng, extra)
+    seeds = rng.integers(0, 2**62, requests)
+    who, step, first_emitted = np.arange(requests), 0, None
+    while len(who):
+        ids = np.zeros((len(who), len(parents)), dtype=np.int64)
+        ids[:, 0] = last[who]
+        state = State(model, parents, ids, written[who], step, rng, who, seeds[who])
         for node in range(len(parents)):
             children = state.children(node)
             if children:
@@ -107,10 +108,12 @@ def simulate(
         tokens, count = verify(state)
         first_emitted = count if first_emitted is None else first_emitted
         for column in range(tokens.shape[1]):
-            use = (column < count) & (written + column < text.shape[1])
-            text[rows[use], written[use] + column] = tokens[use, column]
-        last = tokens[rows, count - 1]
-        written = np.minimum(written + count, text.shape[1])
+            at = written[who] + column
+            use = (column < count) & (at < text.shape[1])
+            text[who[use], at[use]] = tokens[use, column]
+        last[who] = tokens[np.arange(len(who)), count - 1]
+        written[who] += count
+        who = who[written[who] < length]
         step += 1
     return text[:, :length], first_emitted
 

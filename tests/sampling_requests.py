@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +14,11 @@ import torch
 from python_ref.sampling import Parameters
 from python_ref.sampling_dice import PhiloxDice
 from python_ref.sampling_verify import verify_request
+from tests import cuda_on_cpu
 from tests.conftest import Backend
 from tests.sampling_helpers import emitted, floats, ints, path, sampling_tensors, tree_tensors, verify
 
-SLOW = ("triton_interpret", "triton_ptx")  # about a second a request
-ONE_IN = 29  # of random requests, on slow paths
+ONE_IN = 29  # of random requests, where they are slow
 EPSILON = 1e-5  # distance of swept coins from their float64 threshold
 
 
@@ -157,12 +158,9 @@ class BranchDice(PhiloxDice):
         return super().race(law, weights, depth=depth)
 
 
-def branches(backend: Backend, requests: Iterable[Request], method: str) -> list[Request]:
-    """All enumerated requests; on slow paths the first clear one of every branch: of each sequence of decisions, path
-    and flags that the reference takes among them."""
-    requests = list(requests)
-    if backend.name not in SLOW:
-        return requests
+def branches(requests: Iterable[Request], method: str) -> list[Request]:
+    """The first clear request of every branch: of each sequence of decisions, path and flags that the reference takes
+    among them."""
     first: dict[Any, Request] = {}
     for request in requests:
         dice = BranchDice(request)
@@ -172,9 +170,22 @@ def branches(backend: Backend, requests: Iterable[Request], method: str) -> list
     return list(first.values())
 
 
-def share(backend: Backend, requests: Iterable[Request]) -> list[Request]:
-    """All of them, or every n-th on slow paths."""
-    return list(requests)[:: ONE_IN if backend.name in SLOW else 1]
+def share(requests: Iterable[Request], method: str) -> list[Request]:
+    """Some of many random requests."""
+    return list(requests)[::ONE_IN]
+
+
+def compare_all(
+    backend: Backend, requests: Iterable[Request], method: str, *, some: Callable = branches, **options: Any
+) -> None:
+    """`compare` of all requests. Emulated backends run `some` of them with the checks of races and bounds, then all of
+    them without; Triton's interpreter some."""
+    requests = list(requests)
+    if backend.name in cuda_on_cpu.BACKENDS:
+        compare(backend, some(requests, method), method, **options)
+    if backend.name != "triton_interpret":
+        with cuda_on_cpu.unchecked() if backend.name in cuda_on_cpu.BACKENDS else contextlib.nullcontext():
+            compare(backend, requests, method, **options)
 
 
 def compare(

@@ -17,6 +17,7 @@ from tests.sampling_helpers import (
     floats,
     ints,
     p_value,
+    results_alone,  # noqa: F401
     sampling_tensors,
     verify_is_built,  # noqa: F401
 )
@@ -46,7 +47,7 @@ def op_draw(backend: Backend, *, coupled: bool = False, fixed_step: bool = False
         while ancestor > 0:
             ancestor, depth = state.parents[ancestor], depth + 1
         step = 0 if fixed_step else state.step
-        sampling = sampling_tensors(B, backend.device, seed=state.extra["seeds"], position=state.position, step=step)
+        sampling = sampling_tensors(B, backend.device, seed=state.seeds, position=state.position, step=step)
         positions = sampling.position + depth
         out = sk.draft_sample(
             floats(state.model.draft_logits[state.token_ids[:, node]], backend.device), k, sampling, coupled=coupled,
@@ -63,8 +64,17 @@ def laws_hold(counts: tuple, model: Markov) -> None:
         assert_law(found, law, SUITE_LIMIT)
 
 
-def some_law_fails(counts: tuple, model: Markov) -> None:
-    assert min(p_value(found, law) for found, law in zip(counts[:2], joint_laws(model))) < SUITE_LIMIT
+def some_law_fails(model: Markov, parents, draw: Callable, run: Callable, total: int) -> None:
+    """Within `total` requests; a bias of which half of them are sure takes no more."""
+    found, done = [0, 0], 0
+    while done < total:
+        size = min(max(done, total // 8), total - done)
+        two, four, _ = collect(model, parents, draw, run, size, done)
+        found, done = [found[0] + two, found[1] + four], done + size
+        least = min(p_value(counts, law) for counts, law in zip(found, joint_laws(model)))
+        if least < SUITE_LIMIT:
+            return
+    raise AssertionError(f"control passes: p {least:.1e} after {total} requests")
 
 
 # ---- randomness
@@ -113,9 +123,9 @@ def test_control_draft_noise_reused_in_the_residual():
 def test_control_block_verification_with_the_step_fixed(backend: Backend, pytestconfig):
     """5.4 (a): with keys of seed, position and purpose alone, noise that decided the last step is used again."""
     model, total = Markov(4, seed=21, distance=3.0), requests(backend, pytestconfig)
-    for fixed, verdict in [(False, laws_hold), (True, some_law_fails)]:
-        draw = op_draw(backend, fixed_step=fixed, paths=False)
-        verdict(collect(model, CHAIN, draw, op_verifier(backend, "block", fixed_step=fixed), total), model)
+    laws_hold(collect(model, CHAIN, op_draw(backend, paths=False), op_verifier(backend, "block"), total), model)
+    draw, run = op_draw(backend, fixed_step=True, paths=False), op_verifier(backend, "block", fixed_step=True)
+    some_law_fails(model, CHAIN, draw, run, total)
 
 
 # ---- drafts that were not drawn as claimed
@@ -160,16 +170,18 @@ MISUSES: dict[str, tuple[Any, Callable, dict]] = {
 def test_control_misused_drafts(name, backend: Backend, pytestconfig):
     parents, draw, options = MISUSES[name]
     model, total = Markov(seed=22), requests(backend, pytestconfig)
-    some_law_fails(collect(model, parents, draw, op_verifier(backend, "rejection", **options), total), model)
+    some_law_fails(model, parents, draw, op_verifier(backend, "rejection", **options), total)
 
 
 @pytest.mark.long
 def test_control_draft_temperature_off_by_two_percent(backend: Backend, pytestconfig):
     model = Markov(seed=22, distance=2.0)
     total = requests(backend, pytestconfig)
+    if total < 1_000_000:
+        pytest.skip(f"outside the sizes of backend {backend.name}")
     run = op_verifier(backend, "rejection")
     laws_hold(collect(model, CHAIN, gumbel_draw(), run, total), model)
-    some_law_fails(collect(model, CHAIN, gumbel_draw(1.02), run, total), model)
+    some_law_fails(model, CHAIN, gumbel_draw(1.02), run, total)
 
 
 def test_siblings_drawn_with_replacement_keep_the_law(backend: Backend, pytestconfig):

@@ -1,7 +1,7 @@
 """Statistical mode: many identical requests in one call, several consecutive steps, against the exact joint laws.
 
-CI draws 5 * 10^4 requests a suite, `--long` 10^6; off the CPU 10^4 and 10^5, on the emulated path as many as end in
-minutes (`--long -k "emulated and rejection-tree"` picks a suite of one path). Controls: test_distribution_controls.py.
+CI draws 5 * 10^4 requests a suite, `--long` 10^6; a GPU 10^4 and 10^5, kernels on the CPU 10^4, which take a minute or
+two a suite (`--long -k "emulated and rejection-tree"` picks one). Controls: test_distribution_controls.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 import specdec_kernels as sk
 from python_ref import sampling as ref
+from tests import cuda_on_cpu
 from tests.conftest import Backend
 from tests.sampling_helpers import (
     SUITE_LIMIT,
@@ -24,6 +25,7 @@ from tests.sampling_helpers import (
     emitted,
     floats,
     ints,
+    results_alone,  # noqa: F401
     sampling_tensors,
     softmax,
     tree_tensors,
@@ -36,12 +38,11 @@ CHAIN = chain(4)
 FULL_TREE = [-1, 0, 0, 0, 0] + [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4  # 21 nodes
 RAGGED_TREE = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 7]
 CHUNK = 50_000
-EMULATED = {"emulated": 3000}  # requests a suite, where more would take longer than minutes
 
 
 def requests(backend: Backend, config: pytest.Config, share: float = 1.0) -> int:
-    if backend.name in EMULATED:
-        return EMULATED[backend.name]
+    if backend.name in cuda_on_cpu.BACKENDS:
+        return 10_000
     if backend.device != "cpu" or backend.selector is not None:
         return 100_000 if config.getoption("--long") else 10_000
     return 1_000_000 if config.getoption("--long") else int(50_000 * share)
@@ -66,7 +67,7 @@ def op_verifier(
         device, vocab = backend.device, state.model.vocab
         step = 0 if fixed_step else state.step
         values = {name: value(state) if callable(value) else value for name, value in parameters.items()}
-        sampling = sampling_tensors(B, device, seed=state.extra["seeds"], position=state.position, step=step, **values)
+        sampling = sampling_tensors(B, device, seed=state.seeds, position=state.position, step=step, **values)
         options: dict[str, Any] = {}
         if method in ("rejection", "block"):
             parents = np.array(state.parents)
@@ -93,15 +94,17 @@ def joint_laws(model: Markov, law: Callable[[np.ndarray], np.ndarray] = softmax)
     return model.joint(2, law=law), folded_law(model.joint(4, law=law), 4)
 
 
-def collect(model: Markov, parents, draw, run, total: int, **options: Any) -> tuple[np.ndarray, np.ndarray, float]:
-    """(joint counts of tokens 0-1, joint counts of tokens 0-3 by t % 4, mean emitted in step 0) over chunks."""
+def collect(model: Markov, parents, draw, run, total: int, first: int = 0) -> tuple[np.ndarray, np.ndarray, float]:
+    """(joint counts of tokens 0-1, joint counts of tokens 0-3 by t % 4, mean emitted in step 0) over chunks.
+
+    first: number of the first request, which decides all of its randomness."""
     two, four, emitted_sum, done = 0, 0, 0.0, 0
     while done < total:
         size = min(CHUNK, total - done)
-        text, first = simulate(model, parents, draw, run, requests=size, length=4, seed=1000 + done, **options)
+        text, counts = simulate(model, parents, draw, run, requests=size, length=4, seed=1000 + first + done)
         two = two + joint_counts(text[:, :2], model.vocab)
         four = four + joint_counts(text, model.vocab, 4)
-        emitted_sum += float(first.sum())
+        emitted_sum += float(counts.sum())
         done += size
     return two, four, emitted_sum / total
 
@@ -186,7 +189,7 @@ def test_mixed_kinds_in_one_batch(backend: Backend, pytestconfig: pytest.Config)
     on_chain = np.isin(np.arange(len(parents)), [0, 1, 4, 7, 9])
 
     def kind(state: State) -> np.ndarray:
-        return np.arange(len(state.token_ids)) % 4
+        return state.who % 4
 
     def draw(state: State, node: int, k: int) -> np.ndarray:
         sampled, top = gumbel_draw()(state, node, k), top_draw(state, node, k)
@@ -221,16 +224,16 @@ def test_coupled_text_equals_plain_decoding(backend: Backend):
     """Whatever is drafted, the text is what `sample` gives with the same seeds, token for token."""
     backend.require("sample")
     model, B, length = Markov(seed=9), 2000, 6
-    seeds: dict[str, np.ndarray] = {}
+    seeds: list[np.ndarray] = []
 
     def remember(state: State) -> None:
-        seeds["seeds"] = state.extra["seeds"]
+        seeds.append(state.seeds)
 
     run = op_verifier(backend, "coupled")
     speculated, first = simulate(model, RAGGED_TREE, top_draw, run, requests=B, length=length, edit=remember)
     last, plain = np.zeros(B, dtype=np.int64), []
     for position in range(length):
-        sampling = sampling_tensors(B, backend.device, seed=seeds["seeds"], position=position)
+        sampling = sampling_tensors(B, backend.device, seed=seeds[0], position=position)
         rows = floats(model.target_logits[last], backend.device)
         last = sk.sample(rows, sampling, **backend.kwargs).token_ids.cpu().numpy().astype(np.int64)
         plain.append(last)

@@ -30,7 +30,7 @@ from tests.sampling_helpers import (
     path,
     verify_is_built,  # noqa: F401
 )
-from tests.sampling_requests import Request, branches, compare, random_request, share, sweep
+from tests.sampling_requests import Request, compare, compare_all, random_request, share, sweep
 
 FORMS = ["eager", "lazy"]
 
@@ -70,7 +70,7 @@ def test_chains_by_enumeration(method, vocab, gamma, one_hot, form, backend: Bac
     requests = [
         sweep(request, method, rng) for request in chains(rng, vocab, gamma, sets=6, one_hot=one_hot) for _ in range(4)
     ]
-    compare(backend, branches(backend, requests, method), method, form=form)
+    compare_all(backend, requests, method, form=form)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -89,7 +89,7 @@ def test_siblings_by_enumeration(method, vocab, k, form, backend: Backend):
             for _ in range(4):
                 request = Request(rows, [0, *tokens], [-1] + [0] * k, log([draft]), drawn, seed=number)
                 requests.append(sweep(request, method, rng))
-    compare(backend, branches(backend, requests, method), method, form=form)
+    compare_all(backend, requests, method, form=form)
 
 
 @pytest.mark.parametrize("vocab", [5, 37])
@@ -99,7 +99,7 @@ def test_random_trees_with_all_parameters(method, vocab, backend: Backend):
     rng = random.Random(len(method) * 100 + vocab)
     for edits in (False, True):
         requests = [random_request(rng, vocab, rng.randint(1, 9), edits=edits) for _ in range(150)]
-        compare(backend, share(backend, requests), method, margin=2e-5)
+        compare_all(backend, requests, method, some=share, margin=2e-5)
 
 
 def check_any_batch(backend: Backend, seed: int) -> None:
@@ -127,7 +127,7 @@ def test_swept_coins_on_random_trees(form, backend: Backend):
         request = random_request(rng, 5, rng.randint(2, 9), edits=False)
         if not request.parameters.greedy:
             requests.append(sweep(request, "rejection", rng))
-    compare(backend, share(backend, requests), "rejection", form=form)
+    compare_all(backend, requests, "rejection", some=share, form=form)
 
 
 def test_random_chains_by_block_verification(backend: Backend):
@@ -136,7 +136,7 @@ def test_random_chains_by_block_verification(backend: Backend):
         request = random_request(rng, 37, gamma := rng.randint(1, 6), mixed=False, edits=False)
         request.parents, request.draft_of = chain(gamma - 1), [-1, *range(gamma - 1)]
         requests.append(request)
-    compare(backend, share(backend, requests), "block", margin=2e-5)
+    compare_all(backend, requests, "block", some=share, margin=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -151,7 +151,7 @@ def test_vocabulary_sizes_and_dtypes(dtype, backend: Backend):
             request.draft_logits = torch.tensor(request.draft_logits).to(dtype).float().numpy()
             requests.append(request)
         # every group of 32 ids has a bound, rounded to a byte: in a wide row one lies near a step now and then
-        compare(backend, share(backend, requests), "rejection", dtype=dtype, margin=3e-5, clear=0.6)
+        compare_all(backend, requests, "rejection", some=share, dtype=dtype, margin=3e-5, clear=0.6)
 
 
 @pytest.mark.parametrize("vocab", [50257, 151936])
