@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import specdec_kernels as sk
+from tests import test_verify_sharded as sharded
 from tests.conftest import Backend
+from tests.cuda_paths import place
 from tests.sampling_helpers import (
     chain,
     floats,
@@ -22,6 +24,7 @@ from tests.sampling_helpers import (
     verify_is_built,  # noqa: F401
 )
 from tests.sampling_requests import Request, parameters_of, random_request, run
+from tests.test_verify_sharded import ranks  # noqa: F401
 
 METHODS = ["rejection", "target_only", "block", "coupled", "typical", "greedy"]
 
@@ -110,6 +113,28 @@ def test_eager_and_lazy_forms(method, vocab, backend: Backend):
     lazy = results(run(backend, requests, method, return_logprobs="both", form="lazy"))
     chosen = results(run(backend, requests, method, return_logprobs="both"))
     assert eager == lazy == chosen
+
+
+@pytest.mark.parametrize("method", ["rejection", "block", "target_only"])
+def test_split_counts(method, backend: Backend):
+    """The row of the last token is shared by four blocks, by two or by none, as one, two or five requests run."""
+    requests = some_requests(method, vocab=4200, count=5)
+    together = results(run(backend, requests, method, return_logprobs="both", form="eager"))
+    for count in (1, 2):
+        assert results(run(backend, requests[:count], method, return_logprobs="both", form="eager")) == together[:count]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_shard_counts(method, backend: Backend, ranks):  # noqa: F811
+    """One rank, two and three that hold parts of every row emit what this backend does; faults in the batch too."""
+    arguments = sharded.batch(8, 97, method, 3, edits=method in ("coupled", "typical"))
+    placed = {name: place(value, backend.device) for name, value in arguments.items()}
+    right = place(tuple(sk.verify(**placed, **backend.kwargs)), "cpu")
+    if backend.name == "triton_interpret":  # it does not fuse: log-probabilities may differ by a part in 10^7
+        right = (*right[:-1], None)
+    for world in (1, 2, 3):
+        for rank, found in enumerate(sharded.on_shards(ranks(world), arguments)):
+            sharded.assert_same(found, right, (method, world, rank))
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -118,8 +120,9 @@ def test_one_shard_is_the_op(V: int):
 
 def rank_main(rank: int, world: int, whole: bool, folder: str) -> None:
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+    if not dist.is_initialized():
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
     try:
         for V in (131, WIDE):
             begin = split(V, world)
@@ -127,6 +130,13 @@ def rank_main(rank: int, world: int, whole: bool, folder: str) -> None:
             torch.save(found, f"{folder}/{V}-{rank}.pt")
     finally:
         dist.destroy_process_group()
+
+
+def expect_one_process(folder: Path, world: int, whole: bool) -> None:
+    for V in (131, WIDE):
+        right = expected(V, whole)
+        for rank in range(world):
+            same(torch.load(folder / f"{V}-{rank}.pt"), right)
 
 
 LONG = pytest.mark.long
@@ -138,10 +148,24 @@ LONG = pytest.mark.long
 def test_ranks_give_what_one_process_gives(world: int, whole: bool, tmp_path: Path):
     """Every rank's tokens, flags and log-probabilities, bit for bit; shards of a real vocabulary and of 131 ids."""
     mp.spawn(rank_main, (world, whole, str(tmp_path)), nprocs=world)
-    for V in (131, WIDE):
-        right = expected(V, whole)
-        for rank in range(world):
-            same(torch.load(tmp_path / f"{V}-{rank}.pt"), right)
+    expect_one_process(tmp_path, world, whole)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [2, 3])
+def test_torchrun(world: int, tmp_path: Path):
+    (tmp_path / "rank.py").write_text(
+        "import sys; from tests import test_sampling_sharded as t; import torch.distributed as d\n"
+        "d.init_process_group('gloo')\nt.rank_main(d.get_rank(), d.get_world_size(), False, sys.argv[1])\n"
+    )
+    root = str(Path(__file__).parents[1])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    done = subprocess.run(
+        [*launcher, str(tmp_path / "rank.py"), str(tmp_path)], capture_output=True, text=True, cwd=root,
+        env=os.environ | {"PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    expect_one_process(tmp_path, world, False)
 
 
 def test_control_a_shard_read_as_the_whole_row_differs():
