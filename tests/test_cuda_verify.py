@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import specdec_kernels as sk
-from tests import cuda_on_cpu
+from tests import cuda_on_cpu, test_verify_sharded
 from tests.conftest import Backend
 from tests.cuda_paths import place, same
 from tests.sampling_helpers import bit_rows, chain, floats, ints, sampling_tensors, tree_tensors
@@ -85,6 +85,19 @@ def test_many_mixed_requests(gpu: Backend):
     for seed, method, form, (vocab, dtype) in itertools.product(range(4), METHODS, ("eager", "lazy"), shapes):
         arguments, options = call_of(requests_for(method, vocab, 12, seed=seed, edits=seed % 2 == 0), method, dtype)
         same(gpu, "verify", *arguments, form=form, **options)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", METHODS)
+def test_batches_of_faults(method: str, gpu: Backend):
+    """Odd vocabularies from two ids on; dead, NaN and infinite rows, one-hot laws, greedy and mistaken temperatures."""
+    for seed, vocab in enumerate((2, 3, 31, 33, 257)):
+        make = test_verify_sharded.reduced if method in ("rejection", "block") and vocab in (33, 257) else None
+        arguments = (make or test_verify_sharded.batch)(seed + 50, vocab, method, 3, edits=vocab in (31, 33))
+        logits = arguments["target_logits"]
+        logits[0] = torch.where(torch.arange(vocab) == vocab - 1, 0.0, -INF)
+        first = [arguments.pop(name) for name in ("target_logits", "draft_token_ids", "tree", "sampling")]
+        same(gpu, "verify", *first, form=("eager", "lazy")[seed % 2], **arguments)
 
 
 def test_rows_shared_by_blocks(gpu: Backend):
