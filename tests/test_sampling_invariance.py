@@ -18,6 +18,7 @@ from tests.sampling_helpers import (
     chain,
     floats,
     ints,
+    results_alone,  # noqa: F401
     sampling_tensors,
     tree_tensors,
     verify,
