@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from benchmarks import static_report
+from specdec_kernels.attention import plan_tree_attention
 from tests import cuda_on_cpu
 from tests import test_attention as against_float64
 from tests import test_attention_contract as contract
@@ -74,6 +75,17 @@ def last_kernel(rows: int, **options: object) -> bytes:
 def test_which_calls_take_it(rows, options, taken):
     """From 65 packed rows on, any page size, 16-bit caches, head dims 64 and 128 (128 is not compiled here)."""
     assert (b"hopper_kernel" in last_kernel(rows, **options)) == taken
+
+
+@pytest.mark.parametrize(("path", "rows"), [("source", 64), ("ptx", 16)])
+def test_row_tiles_are_those_of_the_loaded_code(path, rows):
+    """Head dim 256 on an sm_90 that runs sm_80's PTX: a tile of 64 rows has no code, whatever the device can hold."""
+    backend = Backend(path, "cpu", "emulated" if path == "source" else "ptx")
+    with cuda_on_cpu.suite_library().configured(hopper=True):
+        lens, cu = torch.tensor([70], dtype=torch.int32), torch.tensor([0, 26], dtype=torch.int32)
+        options = dict(num_q_heads=2, num_kv_heads=1, head_dim=256, max_nodes=26)
+        plan = plan_tree_attention(lens, cu, **options, **backend.kwargs)
+    assert plan[1] == rows  # kPlanTileRows
 
 
 def test_built_library_has_it():

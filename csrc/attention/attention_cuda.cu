@@ -132,8 +132,8 @@ static void run(AttentionParams& p, ScalarType kv_dtype, int64_t max_nodes, cons
   const bool float8 = kv_dtype == ScalarType::Float8_e4m3fn || kv_dtype == ScalarType::Float8_e5m2;
   const int64_t most_rows = (p.causal && p.num_rows > max_nodes ? p.num_rows : max_nodes) * p.group;
   if (p.num_order > 0 && most_rows > 0 && !std::is_same_v<T, float> && aligned_rows(p, float8 ? 1 : 2)) {
-    const MachineLimits machine = machine_limits(q);
-    const int rows = choose_tile_rows(p.head_dim, max_nodes * p.group, p.batch_invariant, machine.shared_block);
+    const MachineLimits machine = machine_limits(q, &clear_tail_kernel<T>);
+    const int rows = choose_tile_rows(p.head_dim, max_nodes * p.group, p.batch_invariant, machine.shared_tile);
     const bool known = rows > 0 && p.v_dim == (p.head_dim == 192 ? 128 : p.head_dim);
     if (known && launch_mma<T>(p, {rows, 0, machine, stream, true}, float8)) {
       p.row_tiles = static_cast<int32_t>(ceil_div(most_rows, rows));

@@ -10,8 +10,11 @@
 
 namespace specdec {
 
-inline MachineLimits machine_limits(const Tensor& tensor) {
-  return {multiprocessor_count(tensor), shared_memory_of_block(tensor), shared_memory_of_multiprocessor(tensor)};
+// `kernel`: any of this library, which is compiled for one list of architectures. The tensor's device is current.
+template <class Kernel>
+MachineLimits machine_limits(const Tensor& tensor, Kernel* kernel) {
+  const int64_t block = shared_memory_of_block(tensor), code = shared_of_architecture(architecture_of_code(kernel));
+  return {multiprocessor_count(tensor), block, shared_memory_of_multiprocessor(tensor), block < code ? block : code};
 }
 
 // Runs the device planner (plan_cuda.cu).

@@ -5,6 +5,11 @@
 
 namespace specdec {
 
+// Bytes of shared memory that a block can have on an architecture (90: sm_90).
+SPECDEC_HD constexpr int64_t shared_of_architecture(int number) {
+  return int64_t{1024} * (number == 86 || number == 89 || number >= 120 ? 99 : number < 90 ? 163 : 227);
+}
+
 // Every pointer and stride (in elements; last dimensions are dense).
 struct AttentionParams {
   const char *q, *k_cache, *v_cache;  // q [N, Hq, D]; caches by pages, see the strides

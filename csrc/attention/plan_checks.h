@@ -6,8 +6,10 @@
 namespace specdec {
 
 // What a kernel variant may use; the defaults are those of an sm_80 with 4 multiprocessors (the CPU runtime).
+// shared_tile: what a row tile of the loaded code may take. Tiles too large for the architecture they were compiled for
+// have no code, and a device may run code of an older one (PTX, or another minor version's) that holds less than it.
 struct MachineLimits {
-  int64_t multiprocessors = 4, shared_block = 163 << 10, shared_multiprocessor = 164 << 10;
+  int64_t multiprocessors = 4, shared_block = 163 << 10, shared_multiprocessor = 164 << 10, shared_tile = 163 << 10;
 };
 
 // Rows of the variants (S, M, L, XL: docs/attention.md) that serve a head dim where a block may have so much shared
@@ -105,7 +107,7 @@ inline PlanParams plan_params(const Tensor& context_lens, const Tensor& cu_nodes
   p.request_order = data_or_null<int32_t>(request_order);
   p.kv_heads = static_cast<int32_t>(num_kv_heads);
   p.group = static_cast<int32_t>(num_q_heads / num_kv_heads);
-  p.tile_rows = choose_tile_rows(head_dim, max_nodes * p.group, batch_invariant, machine.shared_block);
+  p.tile_rows = choose_tile_rows(head_dim, max_nodes * p.group, batch_invariant, machine.shared_tile);
   if (p.tile_rows == 0) fail(op, "head_dim", "64, 80, 96, 128, 192 or 256, got ", head_dim);
   p.workers = static_cast<int32_t>(num_workers ? num_workers : default_workers(machine, head_dim, p.tile_rows));
   p.window = window;

@@ -65,9 +65,10 @@ void launch_plan(const PlanParams& p, Stream stream) {
 void plan_tree_attention_cuda(Tensor context_lens, Tensor cu_nodes, std::optional<Tensor> request_order,
                               int64_t num_q_heads, int64_t num_kv_heads, int64_t head_dim, int64_t max_nodes,
                               int64_t window, int64_t num_workers, bool batch_invariant, Tensor plan) {
-  const PlanParams p = plan_params(context_lens, cu_nodes, request_order, num_q_heads, num_kv_heads, head_dim,
-                                   max_nodes, window, num_workers, batch_invariant, plan, machine_limits(context_lens));
   DeviceGuard guard(context_lens);
+  const MachineLimits machine = machine_limits(context_lens, &plan_tree_attention_kernel);
+  const PlanParams p = plan_params(context_lens, cu_nodes, request_order, num_q_heads, num_kv_heads, head_dim,
+                                   max_nodes, window, num_workers, batch_invariant, plan, machine);
   launch_plan(p, current_stream(context_lens));
   check_launch("plan_tree_attention");
 }

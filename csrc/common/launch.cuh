@@ -35,6 +35,10 @@ inline int64_t shared_memory_of_block(const Tensor&) {
 inline int64_t shared_memory_of_multiprocessor(const Tensor&) {
   return (::emulated::hopper ? 228 : 164) << 10;
 }
+template <class Kernel>
+int architecture_of_code(Kernel*) {
+  return ::emulated::config.path == ::emulated::Path::ptx ? ::emulated::ptx_architecture : 90;
+}
 }  // namespace specdec
 #define SPECDEC_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   (static_cast<void>(stream), ::emulated::launch_kernel(#kernel, kernel, grid, block, shared_bytes, __VA_ARGS__))
@@ -100,6 +104,13 @@ inline int64_t shared_memory_of_block(const Tensor& tensor) {
 }
 inline int64_t shared_memory_of_multiprocessor(const Tensor& tensor) {
   return device_attribute(tensor, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+}
+// The architecture that the code of a kernel was compiled for, as 90: PTX may be older than the device that runs it.
+template <class Kernel>
+int architecture_of_code(Kernel* kernel) {
+  cudaFuncAttributes found;
+  check_cuda("device", cudaFuncGetAttributes(&found, reinterpret_cast<const void*>(kernel)));
+  return found.ptxVersion;
 }
 // Whether sm_90a code runs here.
 inline bool is_hopper(const Tensor& tensor) {

@@ -81,6 +81,8 @@ def library(
     torch.ops.load_library(str(path))
     loaded = Library(path)
     loaded.namespace = name
+    if ptx_arch:
+        loaded.emulated_ptx_architecture(int(ptx_arch.removesuffix("a")))
     # Other builds do not report ordinary stores: what reads behind them would look uninitialised.
     loaded.config = dataclasses.replace(loaded.config, checks=variant in ("race", "planted"))
     return loaded

@@ -15,7 +15,8 @@
 
 namespace emulated {
 
-extern bool hopper;  // host code: the device is an sm_90; set by emulated_hopper
+extern bool hopper;           // host code: the device is an sm_90; set by emulated_hopper
+extern int ptx_architecture;  // path B: what the PTX was compiled for; set by emulated_ptx_architecture
 
 // A source position: of the CUDA source on path A, of a PTX statement ("file:line < file:line", line 0) on path B.
 struct At {

@@ -14,6 +14,7 @@ Config config;
 Grid grid{};
 int planted_bug = 0;
 bool hopper = false;
+int ptx_architecture = 80;
 static uint64_t launches = 0;
 
 // Memory goes back without ASan's marks, or whoever gets these addresses next is accused.
@@ -207,6 +208,9 @@ void emulated_plant(int bug) {
 }
 void emulated_hopper(int on) {
   emulated::hopper = on != 0;
+}
+void emulated_ptx_architecture(int number) {
+  emulated::ptx_architecture = number;
 }
 const char* emulated_last_kernel() {
   return emulated::grid.name.c_str();
