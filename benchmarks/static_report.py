@@ -180,20 +180,28 @@ def _read_instructions(kernel: Kernel, listing: str) -> None:
         return dict(collections.Counter(next(c for c, p in _CLASSES if p.match(name)) for name in inside))
 
     kernel.mix = mix(0, 1 << 60)
-    kernel.step = _read_step([at for at, name, _ in instructions if name.startswith("HMMA")], mix)
+    kernel.step = _read_step(kernel.name, [at for at, name, _ in instructions if name.startswith("HMMA")], mix)
     for at, name, rest in instructions:
         target = re.search(r"0x([0-9a-f]+)", rest) if name.startswith("BRA") else None
         if target and int(target[1], 16) < at:
             kernel.loops.append(Loop(int(target[1], 16), at, mix(int(target[1], 16), at)))
 
 
-def _read_step(products: list[int], mix: Callable[[int, int], dict[str, int]]) -> dict[str, int]:
-    """The mix from the first to the last product of a tile step on context tiles: attention has the step twice, and the
-    masked copy is the longer one."""
-    half = len(products) // 2
-    if not products or len(products) % 2:
+def step_copies(products: list[int], masked_steps: int = 1) -> tuple[list[int], list[int]]:
+    """Places of mma instructions, parted into the two copies of attention's tile step, masked and not. The masked copy
+    may hold several steps, which stand close together; other code lies between the copies."""
+    one = len(products) // (1 + masked_steps)
+    cut = max(one, len(products) - one, key=lambda i: products[i] - products[i - 1])
+    return products[:cut], products[cut:]
+
+
+def _read_step(name: str, products: list[int], mix: Callable[[int, int], dict[str, int]]) -> dict[str, int]:
+    """The mix from the first to the last product of a tile step on context tiles, the shorter copy of the two."""
+    masked_steps = 2 if name.endswith(", 256, 256, 64>") else 1  # attention_step.cuh, attend_tile
+    if not products or len(products) % (1 + masked_steps):
         return {}
-    return min((mix(part[0], part[-1]) for part in (products[:half], products[half:])), key=lambda m: sum(m.values()))
+    parts = [mix(part[0], part[-1]) for part in step_copies(products, masked_steps)]
+    return min(parts, key=lambda m: sum(m.values()))
 
 
 def build_cubin(source: Path, arch: str, few: bool = False) -> Path:

@@ -45,22 +45,26 @@ def lines_of_function(path: Path, name: str) -> range:
     return range(first + 1, last + 2)
 
 
-def tile_steps(code: list[Instruction]) -> list[tuple[int, int]]:
-    """(instructions of the mask, all but products and ldmatrix) from the first to the last product of a tile step.
+@dataclass(frozen=True)
+class StepCopy:
+    """A copy of the tile step, from its first product to its last."""
 
-    The step exists twice in a kernel, masked and not. Both copies have the same products and the same ldmatrix (of
-    which one may lie before the first product), so those are left out. Sorted: context first.
-    """
+    products: int
+    mask: int  # instructions of the mask
+    others: int  # all but products and ldmatrix, of which one may lie before the first product
+
+
+def tile_steps(code: list[Instruction], masked_steps: int = 1) -> tuple[StepCopy, StepCopy]:
+    """The step's two copies in a kernel, of context tiles and of masked tiles, which may hold several steps. What
+    addresses the masked copy's words before its first product counts as its own."""
     path = CSRC / "attention" / "attention_step.cuh"
     lines = {line for name in ("read_visible", "hide_keys") for line in lines_of_function(path, name)}
+    of_mask = lambda one: one.file == path.name and one.line in lines  # noqa: E731
+    copies = []
     products = [i for i, one in enumerate(code) if one.name.startswith("HMMA")]
-    assert products
-    assert len(products) % 2 == 0
-    half = len(products) // 2
-    counts = []
-    for part in (products[:half], products[half:]):
+    for part in static_report.step_copies(products, masked_steps):
         inside = [one for one in code[part[0] : part[-1] + 1] if not one.name.startswith(("HMMA", "LDSM"))]
-        counts.append((sum(one.file == path.name and one.line in lines for one in inside), len(inside)))
-    (context, plain), (masked, hiding) = sorted(counts)
-    before = sum(one.file == path.name and one.line in lines for one in code) - context - masked  # addresses of words
-    return [(context, plain), (masked + before, hiding + before)]
+        copies.append(StepCopy(len(part), sum(map(of_mask, inside)), len(inside)))
+    context, masked = sorted(copies, key=lambda copy: copy.mask)
+    before = sum(map(of_mask, code)) - context.mask - masked.mask
+    return context, StepCopy(masked.products, masked.mask + before, masked.others + before)

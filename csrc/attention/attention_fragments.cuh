@@ -7,6 +7,9 @@
 //
 //   position in Q's group   0 1 | 2 3 | 4 5 | 6 7 |  8  9 | 10 11 | 12 13 | 14 15
 //   dim of the cache        0 1 | 4 5 | 8 9 |12 13|  2  3 |  6  7 | 10 11 | 14 15
+//
+// Addresses are a thread's part plus constants. Lane bits beside constant ones in one term, as 2 n + (lane >> 4),
+// become a register for each n: no immediate offset can be taken from an `or`.
 #pragma once
 #include "attention/attention_tile.cuh"
 #include "common/planted.h"
@@ -52,7 +55,7 @@ __device__ __forceinline__ void load_queries(const AttentionParams& p, const Att
 // A operand: 16 rows from `row`, dims 16 step .. + 15.
 template <class Tile>
 __device__ __forceinline__ void query_fragment(uint32_t (&a)[4], const unsigned char* q, int row, int step, int lane) {
-  ptx::ldmatrix_x4(a, q + (row + (lane & 15)) * Tile::kQRow + (2 * step + (lane >> 4)) * 16);
+  ptx::ldmatrix_x4(a, q + (lane & 15) * Tile::kQRow + (lane >> 4) * 16 + row * Tile::kQRow + step * 32);
 }
 
 // B operands of the scores: positions key .. key + 15 as two fragments of 8, dims 16 step .. + 15.
@@ -60,11 +63,11 @@ template <class Tile>
 __device__ __forceinline__ void key_fragments(uint32_t (&b)[4], const unsigned char* k, int key, int step, int lane,
                                               bool e5m2) {
   if constexpr (!Tile::kFloat8) {
-    const int row = key + (lane & 7) + (planted(Bug::wrong_ldmatrix_address) ? lane >> 3 & 1 : lane >> 4) * 8;
-    ptx::ldmatrix_x4(b, k + row * Tile::kKRow + (2 * step + (lane >> 3 & 1)) * 16);
+    const int row = (lane & 7) + (planted(Bug::wrong_ldmatrix_address) ? lane >> 3 & 1 : lane >> 4) * 8;
+    ptx::ldmatrix_x4(b, k + row * Tile::kKRow + (lane >> 3 & 1) * 16 + key * Tile::kKRow + step * 32);
   } else {
     uint32_t raw[2];
-    ptx::ldmatrix_x2(raw, k + (key + (lane & 15)) * Tile::kKRow + step * 16);
+    ptx::ldmatrix_x2(raw, k + (lane & 15) * Tile::kKRow + key * Tile::kKRow + step * 16);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       b[2 * i] = widen<typename Tile::T>(raw[i], 0, 1, e5m2);
@@ -78,11 +81,11 @@ __device__ __forceinline__ void key_fragments(uint32_t (&b)[4], const unsigned c
 template <class Tile>
 __device__ __forceinline__ void raw_values(uint32_t (&raw)[Tile::kFloat8 ? 2 : 4], const unsigned char* v, int key,
                                            int n, int lane) {
-  const unsigned char* row = v + (key + (lane & 15)) * Tile::kVRow;
+  const unsigned char* row = v + (lane & 15) * Tile::kVRow;
   if constexpr (Tile::kFloat8)
-    ptx::ldmatrix_x2_transposed(raw, row + n * 16);
+    ptx::ldmatrix_x2_transposed(raw, row + key * Tile::kVRow + n * 16);
   else
-    ptx::ldmatrix_x4_transposed(raw, row + (2 * n + (lane >> 4)) * 16);
+    ptx::ldmatrix_x4_transposed(raw, row + (lane >> 4) * 16 + key * Tile::kVRow + n * 32);
 }
 
 // B operands of the values: the same against output fragments 2 n and 2 n + 1.

@@ -281,9 +281,9 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Item& it
     const typename Tile::Info& info = infos[stage];
     const bool rows_differ = tile >= item.masked_from || tile < item.masked_until;
     if (!rows_differ && shown_keys(info) == ~uint64_t{0}) {
-      softmax<Tile, false>(s, state, scale, info, 0, warp, lane);
+      softmax<Tile, false>(s, state, scale, nullptr);
     } else {
-      softmax<Tile, true>(s, state, scale, info, 0, warp, lane);
+      softmax<Tile, true>(s, state, scale, own_words<Tile>(info, 0, warp, lane));
       if (rows_differ && (info.broken[0] | info.broken[1] | info.broken[2] | info.broken[3]))
         add_cleared_values<Tile>(state, v_head, info, warp, lane);
     }

@@ -131,6 +131,8 @@ class TileLoader {
         kMmaThreads % kChunks == 0;  // then a thread keeps its column, and everything is one addition
     const int thread = threadIdx.x;
     int row = thread / kChunks, chunk = thread % kChunks;
+    // kStep is a power of two then, and key_at moves bits: key_at(row + pass * kStep) is the sum of both parts' keys.
+    const uint64_t wanted = kMasked && kEven ? needed >> key_at(row) : 0;
 #pragma unroll
     for (int pass = 0; pass < (kCopies + kMmaThreads - 1) / kMmaThreads; pass++) {
       if (!kEven) {
@@ -140,7 +142,8 @@ class TileLoader {
       }
       const int at = kEven ? row + pass * kStep : row;
       const int64_t offset = rows[at];
-      const bool valid = offset >= 0 && (!kMasked || (needed >> key_at(at) & 1));
+      const bool seen = kEven ? wanted >> key_at(pass * kStep) & 1 : needed >> key_at(at) & 1;
+      const bool valid = offset >= 0 && (!kMasked || seen);
       const char* source = reinterpret_cast<const char*>(head) + chunk * 16 + (valid ? offset : 0);
       ptx::cp_async_16(target + (kValues ? Tile::value_byte(at, chunk) : Tile::key_byte(at, chunk)), source, valid);
     }

@@ -45,16 +45,22 @@ __device__ __forceinline__ void multiply_keys(float (&s)[Tile::kRowTiles][Tile::
   }
 }
 
+// Where a thread's words for the step from position `first` on lie; those of the next step follow.
+template <class Tile>
+__device__ __forceinline__ const typename Tile::MaskWord* own_words(const TileInfo<Tile>& info, int first, int warp,
+                                                                    int lane) {
+  return info.visible + mask_index<Tile>(warp, lane / 4, lane % 4, first / Tile::kMaskUnit, 0);
+}
+
 // Words of the thread's row tiles for the step: one load.
 template <class Tile>
 __device__ __forceinline__ void read_visible(uint32_t (&words)[Tile::kStepUnits][Tile::kRowTiles],
-                                             const TileInfo<Tile>& info, int first, int warp, int lane) {
+                                             const typename Tile::MaskWord* own) {
   constexpr int kWords = Tile::kStepUnits * Tile::kRowTiles;
   using Word = typename Tile::MaskWord;
   struct alignas(kWords * sizeof(Word)) Together {
     Word word[kWords];
   };
-  const Word* own = info.visible + mask_index<Tile>(warp, lane / 4, lane % 4, first / Tile::kMaskUnit, 0);
   const Together together = *reinterpret_cast<const Together*>(own);
 #pragma unroll
   for (int i = 0; i < kWords; i++) words[i / Tile::kRowTiles][i % Tile::kRowTiles] = together.word[i];
@@ -76,12 +82,11 @@ __device__ __forceinline__ void hide_keys(float (&s)[Tile::kFragments][4], uint3
       }
 }
 
-// Of the step from position `first` on: scores become weights 2^(x - top); top, sum and the outputs move to the new
-// maxima.
+// Scores become weights 2^(x - top); top, sum and the outputs move to the new maxima. own: the thread's words for the
+// step (own_words).
 template <class Tile, bool kMasked>
 __device__ __forceinline__ void softmax(float (&s)[Tile::kRowTiles][Tile::kFragments][4], WarpState<Tile>& state,
-                                        const ScoreScale& scale, const TileInfo<Tile>& info, int first, int warp,
-                                        int lane) {
+                                        const ScoreScale& scale, const typename Tile::MaskWord* own) {
   float shrink[Tile::kRowTiles][2];
   bool moved = false;
 #pragma unroll
@@ -100,7 +105,7 @@ __device__ __forceinline__ void softmax(float (&s)[Tile::kRowTiles][Tile::kFragm
   }
   if constexpr (kMasked) {
     uint32_t words[Tile::kStepUnits][Tile::kRowTiles];
-    read_visible<Tile>(words, info, first, warp, lane);
+    read_visible<Tile>(words, own);
 #pragma unroll
     for (int m = 0; m < Tile::kRowTiles; m++)
 #pragma unroll
@@ -166,18 +171,29 @@ __device__ __forceinline__ void multiply_values(const float (&s)[Tile::kRowTiles
   }
 }
 
-// A tile from ring stage k, v.
+// A tile from ring stage k, v. Masked, the steps of a warp with one row tile (head dim 256) stand one behind the other:
+// then one load brings the words of both. XL's loop carries addresses on: an index costs a masked step one instruction
+// more. (At head dim 256 carried addresses spill on sm_100.)
 template <class Tile, bool kMasked>
 __device__ __forceinline__ void attend_tile(WarpState<Tile>& state, const AttentionParams& p, const ScoreScale& scale,
                                             const unsigned char* q, const unsigned char* k, const unsigned char* v,
                                             const TileInfo<Tile>& info, int warp, int lane) {
-#pragma unroll 1
+  constexpr int kAtOnce = kMasked && Tile::kRowTiles == 1 ? Tile::kSteps : 1;
+  constexpr bool kCarried = !Tile::kSplitKeys && Tile::kRowTiles > 1;  // XL
+  const typename Tile::MaskWord* own = own_words<Tile>(info, 0, warp, lane);
+#pragma unroll(kAtOnce)
   for (int step = 0; step < Tile::kSteps; step++) {
-    const int first = Tile::kSplitKeys ? warp * 16 : step * Tile::kStepKeys;
+    const int first = Tile::kSplitKeys ? warp * 16 : kCarried ? 0 : step * Tile::kStepKeys;
+    if (!kCarried) own = own_words<Tile>(info, first, warp, lane);
     float s[Tile::kRowTiles][Tile::kFragments][4] = {};
     multiply_keys<Tile>(s, state, q, k, first, warp, lane, p.e5m2);
-    softmax<Tile, kMasked>(s, state, scale, info, first, warp, lane);
+    softmax<Tile, kMasked>(s, state, scale, own);
     multiply_values<Tile>(s, state, v, first, lane, p.e5m2);
+    if (kCarried) {
+      k += Tile::kStepKeys * Tile::kKRow;
+      v += Tile::kStepKeys * Tile::kVRow;
+      own += Tile::kStepUnits * Tile::kRowTiles;
+    }
   }
 }
 

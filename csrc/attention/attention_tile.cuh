@@ -3,8 +3,8 @@
 //   variant  rows   a warp has                      scores a warp holds   keys a step
 //   S        16     all rows, 16 keys of each tile  16 x 16               16
 //   M        32     all rows, 16 keys of each tile  32 x 16               16
-//   L        64     16 rows, all 64 keys            16 x 64 (D 256: 32; 16 with float8)
-//   XL       128    32 rows, all 64 keys            32 x 32, twice a tile (16 with float8 at D 128)
+//   L        64     16 rows, all 64 keys            16 x 64 (D 256: 16 x 32, twice a tile)
+//   XL       128    32 rows, all 64 keys            32 x 32, twice a tile
 //
 //   S, M:          keys 0..15   16..31   32..47   48..63         L, XL:        keys 0 .............. 63
 //        rows      warp 0       warp 1   warp 2   warp 3              rows     warp 0
@@ -24,12 +24,10 @@ namespace specdec {
 constexpr int kMmaThreads = 128, kMmaWarps = 4, kMaxStages = 4;
 
 // Shared memory that a block can have on the architecture being compiled for.
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
-constexpr int kSharedHere = 99 * 1024;
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr int kSharedHere = 163 * 1024;
+#if defined(__CUDA_ARCH__)
+constexpr int64_t kSharedHere = shared_of_architecture(__CUDA_ARCH__ / 10);
 #else
-constexpr int kSharedHere = 227 * 1024;
+constexpr int64_t kSharedHere = 227 * 1024;
 #endif
 
 SPECDEC_HD constexpr int key_at(int position) {
@@ -64,9 +62,7 @@ struct MmaTile {
   static constexpr int D = D_, DV = DV_, kRows = kRows_;
   static constexpr bool kFloat8 = sizeof(KV) == 1, kSplitKeys = kRows <= 32;
   static constexpr int kRowTiles = kSplitKeys ? kRows / 16 : kRows / 64;  // of 16 rows, a warp
-  static constexpr int kStepKeys = kSplitKeys || (kFloat8 && kRows * DV == 128 * 128) ? 16
-                                   : kRowTiles * DV >= 256                            ? 32
-                                                                                      : 64;
+  static constexpr int kStepKeys = kSplitKeys ? 16 : kRowTiles * DV >= 256 ? 32 : 64;
   static constexpr int kSteps = kSplitKeys ? 1 : kTileKeys / kStepKeys;
   static constexpr int kFragments = kStepKeys / 8;  // of 8 keys
   static constexpr bool kQInRegisters = kRowTiles == 1 && D <= 128;
