@@ -114,5 +114,5 @@ def test_demo_runs_and_finds_equal_texts():
     assert done.returncode == 0, done.stdout + done.stderr
     assert "identical" in done.stdout
     assert "DIFFERENT" not in done.stdout
-    for word in ("code editing: ngram", "summary: self", "chat: transformers generate", "baseline"):
+    for word in ("code editing: ngram", "summary: eagle3", "chat: transformers generate", "baseline"):
         assert word in done.stdout
