@@ -14,6 +14,7 @@ import specdec_kernels as sk
 from specdec_kernels import _ops
 from tests import test_verify_sharded as sharded
 from tests.conftest import Backend, poisoned
+from tests.cuda_paths import place
 from tests.fuzz import fuzz
 from tests.sampling_helpers import verify_is_built  # noqa: F401
 
@@ -121,3 +122,13 @@ def same_answer(backend: Backend, found: Any, right: Any, what: str) -> None:
 test_bad_arguments_and_data_faults, test_bad_arguments_and_data_faults_long = fuzz(
     st.integers(0, 2**40), check_bad_argument
 )
+
+
+@pytest.mark.parametrize("bound", [-1, 70_000])
+def test_bound_of_nodes(bound: int, backend: Backend):
+    """What no grid can have is refused by the CPU op too."""
+    arguments = sharded.batch(1, 33, "target_only", 2)
+    placed = {name: place(value, backend.device) for name, value in arguments.items()}
+    placed["tree"] = placed["tree"]._replace(max_nodes=bound)
+    with pytest.raises(ValueError, match=r"verify: max_nodes: expected a value in \[0, 65535\], got"):
+        sk.verify(**placed, **backend.kwargs)

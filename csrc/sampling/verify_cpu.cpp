@@ -104,6 +104,7 @@ void verify_cpu(const Tensor& target_logits, const Tensor& draft_token_ids, cons
                    bias_ids, bias_values, uniforms, request_order, tile_stats, method, vocab_size, max_depth,
                    return_logprobs, epsilon, delta, output_token_ids, num_emitted, accepted_nodes, flags, logprobs);
   const int64_t B = params.sampling.count, N = params.num_nodes;
+  check_range("verify", "max_nodes", max_nodes, 0, 65535);  // as on a GPU, where it is a grid's dimension
   const Form wanted = parse_form("verify", form);
   DraftMap map;
   if (d2t && params.has_draft_laws()) map_drafts(params, map, *d2t, t2d);
