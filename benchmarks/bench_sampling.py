@@ -10,6 +10,7 @@ only the visited ones for lazy. Gates: eager and lazy agree, and accepted counts
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from typing import Any
 
@@ -89,6 +90,8 @@ def report_reads(rows: list[dict[str, Any]], needed: dict[str, int]) -> None:
 def chains(
     bench: Bench, read: Tensor, B: int, gamma: int, V: int, dtype: torch.dtype, with_peers: bool, names: list[str]
 ) -> None:
+    if with_peers and not importlib.util.find_spec("transformers"):
+        print("transformers: not installed, left out", flush=True)
     for name, filters in ((n, f) for n, f in FILTERS.items() if n in names):
         for agree in (True, False):
             data = Chains(B, gamma, V, dtype, agree, **filters)
@@ -108,6 +111,8 @@ def chains(
                     *a, d.uniforms[:, 1:], k, p
                 )
                 providers["transformers"] = lambda a=args, k=k, p=p: peers.transformers_speculative(*a, k, p)
+            if not importlib.util.find_spec("transformers"):
+                providers.pop("transformers", None)
             if with_peers and (vllm := vllm_speculative(*args, filters.get("top_k", 0), filters.get("top_p", 1.0))):
                 providers["vllm"] = vllm
             drafts = "all accepted" if agree else "first rejected"

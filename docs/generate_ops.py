@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from pathlib import Path
 
+import specdec_kernels
 from specdec_kernels import _triton
 from specdec_kernels._ops import SCHEMAS, supports
 
@@ -40,8 +42,9 @@ def ops_page() -> str:
         "# torch.ops.specdec",
         "",
         "Generated from the table in `specdec_kernels/_ops.py` by `python -m docs.generate_ops`. Arguments marked",
-        "`(x!)` are written; everything else stays bitwise unchanged. Shapes and meanings: the public function of the",
-        "same name. `torch.ops.specdec_triton` has the same ops, served by Triton.",
+        "`(x!)` are written; everything else stays bitwise unchanged. An argument that is written must not overlap",
+        "another one. Call ops by keyword: their order is not that of the public function of the same name, whose",
+        "docstring gives shapes, dtypes and meanings. `torch.ops.specdec_triton` has the same ops, served by Triton.",
         "",
     ]
     listed: set[str] = set()
@@ -53,6 +56,8 @@ def ops_page() -> str:
             written = [a.split()[-1] for a in arguments if "!" in a]
             lines += [f"### `{name}`", "", "```", f"{name}(", *[f"    {a}," for a in arguments], ")", "```"]
             lines += ["", f"Writes {', '.join(f'`{w}`' for w in written)}.", ""]
+            if function := getattr(specdec_kernels, name, None):
+                lines += [f"`specdec_kernels.{name}`:", "", "```text", inspect.getdoc(function) or "", "```", ""]
     missing = set(SCHEMAS) - listed
     if missing:
         raise SystemExit(f"ops without a room in docs/generate_ops.py: {sorted(missing)}")

@@ -13,7 +13,7 @@ import importlib
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,13 +129,48 @@ def define_namespace(namespace: str) -> torch.library.Library:
     library = torch.library.Library(namespace, "FRAGMENT")
     for name, schema in SCHEMAS.items():
         library.define(name + schema)
-        torch.library.register_fake(f"{namespace}::{name}", _no_op, lib=library)
+        torch.library.register_fake(f"{namespace}::{name}", _fake(name), lib=library)
     _libraries.append(library)  # a Library undefines its ops when it is collected
     return library
 
 
-def _no_op(*args: Any, **kwargs: Any) -> None:
-    return None
+def _fake(op: str) -> Callable[..., None]:
+    """A fake that does nothing. PyTorch takes it for real calls as well where any argument lies on "meta": such a call
+    must not pass in silence when the others lie elsewhere."""
+
+    def fake(*args: Any, **kwargs: Any) -> None:
+        given = [(str(i), x) for i, x in enumerate(args)] + list(kwargs.items())
+        devices = {x.device.type for _, x in given if type(x) is torch.Tensor}
+        if "meta" in devices and len(devices) > 1:
+            name = next(name for name, x in given if type(x) is torch.Tensor and x.device.type == "meta")
+            name = tensor_arguments(op)[0][int(name)] if name.isdigit() else name
+            raise ValueError(f"{op}: {name}: expected device {min(devices - {'meta'})}, got meta")
+
+    return fake
+
+
+@functools.cache
+def tensor_arguments(op: str) -> tuple[tuple[str, ...], tuple[tuple[int, bool], ...]]:
+    """(Names of all arguments in order; place, and whether None will do, of those that are tensors)"""
+    declared = [a.split() for a in SCHEMAS[op].strip()[1:].split(") -> ()")[0].split(", ")]
+    tensors = [(i, kind.endswith("?")) for i, (kind, _) in enumerate(declared) if kind.startswith("Tensor")]
+    return tuple(name for _, name in declared), tuple(tensors)
+
+
+def _check_tensors(op: str, device: torch.device, args: Sequence[Any]) -> None:
+    names, places = tensor_arguments(op)
+    on_cpu = device.type == "cpu"
+    for place, optional in places:
+        value = args[place]
+        if value is None:
+            if not optional:
+                raise TypeError(f"{op}: {names[place]}: expected a tensor, got None")
+        elif on_cpu and type(value) is torch.Tensor and value.is_cpu:
+            continue  # the common case, without making two devices to compare
+        else:
+            for x in value if isinstance(value, (list, tuple)) else [value]:
+                if x is not None and x.device != device:
+                    raise ValueError(f"{op}: {names[place]}: expected device {device}, got {x.device}")
 
 
 def _load_native() -> dict[str, str]:
@@ -244,12 +279,14 @@ def call(op: str, backend: str | None, device: torch.device, *args: Any) -> None
     """Run `op` on the chosen backend. An explicit backend never falls back to another."""
     if torch.compiler.is_compiling():  # the cache is opaque to Dynamo, the name of the op is not
         return getattr(getattr(torch.ops, _namespace(op, backend, device.type)), op).default(*args)
+    run = _resolve(op, backend, device.type)
+    _check_tensors(op, device, args)
     if _LOG:
         logger.info("%s(%s)", op, ", ".join(map(_brief, args)))
     if _NVTX and device.type == "cuda":
         with torch.cuda.nvtx.range(f"specdec::{op}"):
-            return _resolve(op, backend, device.type)(*args)
-    return _resolve(op, backend, device.type)(*args)
+            return run(*args)
+    return run(*args)
 
 
 _LOG = bool(int(os.environ.get("SPECDEC_LOG", "0")))

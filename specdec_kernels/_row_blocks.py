@@ -44,7 +44,7 @@ def row_stats(
         _ops.expect_tensor(op, "allowed", allowed, torch.int32, 2)
     peak, log_sum = (torch.empty((rows,), dtype=torch.float32, device=logits.device) for _ in range(2))
     argmax, flags = (torch.empty((rows,), dtype=torch.int32, device=logits.device) for _ in range(2))
-    limit = vocab_arg(op, vocab_size, vocab_start + columns)
+    limit = vocab_arg(op, vocab_size, vocab_start + columns, shard=True)
     requests = index_arg(op, "row_requests", row_requests, rows)
     out = (peak, log_sum, argmax, flags)
     _ops.call(op, backend, logits.device, logits, temperature, requests, allowed, vocab_start, limit, *out)
@@ -118,7 +118,7 @@ def filter_rows(
         *request_args(op, sampling),
         index_arg(op, "row_requests", row_requests, rows),
         *edit_args(op, allowed, bias),
-        vocab_arg(op, vocab_size, columns),
+        vocab_arg(op, vocab_size, columns, shard=True),
         *(threshold, tie_budget, peak, log_sum, flags),
     )
     return FilteredRows(threshold, tie_budget, peak, log_sum, flags)

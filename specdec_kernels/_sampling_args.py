@@ -54,8 +54,9 @@ class Sampling:
                 return None
             if isinstance(value, (int, float)):
                 return torch.full((num_requests,), value, dtype=dtype, device=device)
-            tensor = torch.tensor(value, dtype=dtype, device=device)
-            _ops.expect("Sampling", name, tensor.shape == (num_requests,), f"{num_requests} values", len(value))
+            tensor = torch.as_tensor(value).to(dtype=dtype, device=device)
+            wanted, got = f"{num_requests} values", list(tensor.shape)
+            _ops.expect("Sampling", name, tensor.shape == (num_requests,), wanted, f"shape {got}")
             return tensor
 
         return cls(
@@ -118,8 +119,10 @@ def logits_arg(op: str, name: str, logits: Tensor) -> Tensor:
     return logits
 
 
-def vocab_arg(op: str, vocab_size: int | None, columns: int) -> int:
+def vocab_arg(op: str, vocab_size: int | None, columns: int, *, shard: bool = False) -> int:
+    """Ids that exist, of `columns`; on a vocabulary's shard the whole vocabulary's, which may be more."""
     if vocab_size is None:
         return columns
-    _ops.expect(op, "vocab_size", vocab_size >= 1, "a positive number of ids", vocab_size)
+    wanted, most = ("at least 1 id", vocab_size) if shard else (f"1 to {columns} ids, the logits' columns", columns)
+    _ops.expect(op, "vocab_size", 1 <= vocab_size <= most, wanted, vocab_size)
     return vocab_size

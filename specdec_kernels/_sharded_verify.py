@@ -54,7 +54,7 @@ def sample_sharded(
     rows, columns = logits_arg(op, "logits", logits).shape
     _check(op, return_logprobs, vocab_start)
     check_edits(op, rows, columns, allowed, bias)
-    vocab_arg(op, vocab_size, columns)
+    vocab_arg(op, vocab_size, columns, shard=True)
     _ops.expect(op, "sampling", len(sampling.temperature) == rows, f"{rows} requests", len(sampling.temperature))
     seed, position = sampling.seed, sampling.position
     assert seed is not None
@@ -114,7 +114,7 @@ def verify_sharded(
     _check(op, return_logprobs, vocab_start)
     index_arg(op, "draft_token_ids", draft_token_ids, nodes)
     check_edits(op, nodes, columns, allowed, bias)
-    vocab_arg(op, vocab_size, columns)
+    vocab_arg(op, vocab_size, columns, shard=True)
     drawn = method in ("rejection", "block") and draft_logits is not None
     if draft_logits is not None:
         wide = logits_arg(op, "draft_logits", draft_logits).shape[1]

@@ -119,11 +119,12 @@ def verify(
     drafts one-hot); "target_only" (every draft deterministic); "block" (chains); "coupled" (output equals plain
     decoding with the same seed); lossy "typical" (Medusa; `epsilon`, `delta`).
 
-    draft_logits: [Rd, Vd] before temperature; draft_rows: int32 [N], the row a node's token was drawn from, -1 where it
-    is deterministic (default: n - b - 1 for node n of request b, the drafts packed without roots); draft_sampling: what
-    shaped the law drawn from (default `sampling`); draft_log_probs: float32 [N] and draft_lse: float32 [Rd] as
-    `draft_sample` returned them, to spare reading rows; d2t: int32 [Vd], target id = draft id + d2t[draft id];
-    t2d: int32 [V], its inverse, -1 where an id has no draft column.
+    draft_logits: [Rd, Vd] before temperature. None: every draft is deterministic, a law of one token; drafts that were
+    drawn at random are not verified losslessly without it. draft_rows: int32 [N], the row a node's token was drawn
+    from, -1 where it is deterministic (default: n - b - 1 for node n of request b, the drafts packed without roots);
+    draft_sampling: what shaped the law drawn from (default `sampling`); draft_log_probs: float32 [N] and draft_lse:
+    float32 [Rd] as `draft_sample` returned them, to spare reading rows; d2t: int32 [Vd], target id = draft id +
+    d2t[draft id]; t2d: int32 [V], its inverse, -1 where an id has no draft column.
 
     allowed: int32 [N, ceil(V / 32)] bit mask a node; bias: (cu_entries int32 [N + 1], ids int32, values float32), added
     to the logits; vocab_size: ids at and behind it do not exist; uniforms: float32 or float64 [N], the coins (of a
@@ -146,6 +147,8 @@ def verify(
     index_arg(op, "draft_token_ids", draft_token_ids, nodes)
     sampling_tensors = request_args(op, sampling)
     requests = sampling.temperature.shape[0]
+    if not hasattr(tree, "cu_nodes"):
+        raise TypeError(f"{op}: tree: expected a DraftTree (build_tree, chain_tree), got {type(tree).__name__}")
     got = tree.cu_nodes.shape[0] - 1
     if got != requests:
         _ops.expect(op, "tree", False, f"{requests} requests as in sampling", got)

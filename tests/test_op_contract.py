@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import specdec_kernels as sk
 from specdec_kernels import _ops
 from tests.op_samples import SAMPLES
 
@@ -118,3 +119,29 @@ def test_explicit_backend_never_falls_back():
         _ops.call("build_tree", "cutlass", torch.device("cpu"))
     with pytest.raises(NotImplementedError, match=r"^build_tree: backend: triton on cpu is not built"):
         _ops.call("build_tree", "triton", torch.device("cpu"))
+
+
+def test_a_tensor_on_another_device_is_named_by_functions_and_ops():
+    """PyTorch calls an op's fake where any argument is meta: without a check such calls return memory as it was."""
+    parents, cu, lens = (torch.tensor(x, dtype=torch.int32) for x in ([-1, 0], [0, 2], [7]))
+    with pytest.raises(ValueError, match="build_tree: context_lens: expected device cpu, got meta"):
+        sk.build_tree(parents, cu, lens.to("meta"), max_nodes=2)
+    for arguments in ({"num_emitted": lens.to("meta"), "context_lens": lens}, {"num_emitted": lens, "context_lens": lens.to("meta")}):  # fmt: skip  # noqa: E501
+        with pytest.raises(ValueError, match=r"advance: .*: expected device cpu, got meta"):
+            torch.ops.specdec.advance(**arguments)
+        with pytest.raises(ValueError, match=r"advance: .*: expected device cpu, got meta"):
+            torch.ops.specdec.advance(*arguments.values())
+    assert lens.tolist() == [7]
+    torch.ops.specdec.advance(lens.to("meta"), lens.to("meta"))  # all of them: nothing to do
+
+
+def test_none_for_a_tensor_is_named():
+    ids = torch.zeros(2, dtype=torch.int32)
+    tree = sk.chain_tree(torch.tensor([2], dtype=torch.int32), torch.tensor([3], dtype=torch.int32), total_nodes=2, max_nodes=2)  # fmt: skip  # noqa: E501
+    logits, sampling = torch.randn(2, 9), sk.Sampling.of(1)
+    with pytest.raises(TypeError, match="verify: draft_token_ids: expected a tensor, got None"):
+        sk.verify(logits, None, tree, sampling, method="greedy")
+    with pytest.raises(TypeError, match=r"verify: tree: expected a DraftTree .*, got NoneType"):
+        sk.verify(logits, ids, None, sampling, method="greedy")
+    with pytest.raises(ValueError, match="verify: vocab_size: expected 1 to 9 ids, the logits' columns, got 10"):
+        sk.verify(logits, ids, tree, sampling, method="greedy", vocab_size=10)

@@ -19,7 +19,6 @@ extern "C" bool specdec_attention_sm90(const specdec::AttentionParams& p, const 
 namespace specdec {
 
 static const char* const kAttentionOp = "tree_attention";
-constexpr int kMinSplitTiles = 4;  // below 256 keys a split costs more to merge than it saves
 
 static const float* scale_of(const char* argument, const std::optional<Tensor>& scale, int64_t heads, int64_t& stride) {
   if (!scale) return nullptr;
