@@ -180,11 +180,12 @@ def add_options(parser: argparse.ArgumentParser, quick: str = "few shapes: does 
 
 
 def describe_rows(shape: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """One line: the shape, then each provider's median, its p10..p90 range and its speed against the base."""
+    """One line: the shape, then each provider's median, its p10..p90 range and its speed in that of the base."""
     label = " ".join(f"{k}={v}" for k, v in shape.items())
+    base = min(rows, key=lambda r: abs(r["base_over_own"] - 1))["provider"]
     cells = [
-        f"{r['provider']} {r['median_s'] * 1e3:.3f} ms [{r['p10_s'] * 1e3:.3f}..{r['p90_s'] * 1e3:.3f}] "
-        f"x{r['base_over_own']:.2f}"
+        f"{r['provider']} {r['median_s'] * 1e3:.3f} ms [p10..p90 {r['p10_s'] * 1e3:.3f}..{r['p90_s'] * 1e3:.3f}]"
+        + ("" if r["provider"] == base else f", {r['base_over_own']:.3g} times as fast as {base}")
         for r in rows
     ]
     return f"{label}: " + "; ".join(cells) + (" NOISY" if any(r["noisy"] for r in rows) else "")

@@ -49,6 +49,10 @@ def main(argv: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"family: expected any of {FAMILIES}, got {sorted(unknown)}")
     env = {**os.environ, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": str(options.threads)}
+    from benchmarks import machine  # torch, which --help can do without
+
+    described = ", ".join(f"{name} {value}" for name, value in machine.describe().items() if name != "threads")
+    print(f"{described}, threads {options.threads} (--threads)", flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     path, given = options.out / STATE, {"quick": options.quick, "threads": options.threads}
     state: dict[str, dict] = json.loads(path.read_text()) if path.exists() else {}

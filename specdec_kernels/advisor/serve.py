@@ -74,7 +74,7 @@ def read_prompts(path: Path | None) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="serve-metrics",
+        prog="specdec serve-metrics",
         description="Generate text for prompts, over and over, and serve the counters for Prometheus meanwhile.",
         epilog="exit code: 0, 2 wrong input, a taken port or a missing package. "
         "Example: serve-metrics --drafter ngram --requests 2 --max-tokens 16 --port 0 --json",

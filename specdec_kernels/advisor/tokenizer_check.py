@@ -215,7 +215,7 @@ def _whole_characters(text: bytes) -> bytes:
 def main(argv: Sequence[str] | None = None, *, out: Callable[[str], Any] = print) -> int:
     """`check-tokenizer TARGET DRAFT [--json]`. Exit codes: see `EXIT_CODES`; 2 for wrong input."""
     parser = argparse.ArgumentParser(
-        prog="check-tokenizer",
+        prog="specdec check-tokenizer",
         description="Compare two tokenizers id by id: may this draft propose tokens to that target?",
         epilog="exit code: 0 compatible, 1 compatible on the first n ids (with --strict also: any flag), 2 wrong "
         "input, 3 needs conversion, 4 incompatible. Example: check-tokenizer target_dir draft.gguf --json",

@@ -103,7 +103,7 @@ def scrape(url: str) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="watch",
+        prog="specdec watch",
         description="Speculation live in the terminal, from a /metrics address (ours or vLLM's).",
         epilog="exit code: 0, 1 no such counters there, 2 wrong input or not reachable. "
         "Example: watch http://127.0.0.1:9464/metrics --interval 2 --count 5 --json",

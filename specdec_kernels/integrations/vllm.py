@@ -202,7 +202,7 @@ def check_main(argv: Sequence[str] | None = None) -> int:
     from specdec_kernels.integrations import vllm_kernels, vllm_stats  # not for vLLM's own start
 
     parser = argparse.ArgumentParser(
-        prog="check-vllm",
+        prog="specdec check-vllm",
         description="Whether the installed vLLM has every hook that the plug-in replaces or reads.",
         epilog="exit code: 0 all are there, 1 one has moved (its part of vLLM would stay unchanged), 2 no vLLM. "
         "Example: check-vllm --json",
