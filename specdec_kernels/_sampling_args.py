@@ -55,8 +55,8 @@ class Sampling:
             if isinstance(value, (int, float)):
                 return torch.full((num_requests,), value, dtype=dtype, device=device)
             tensor = torch.as_tensor(value).to(dtype=dtype, device=device)
-            wanted, got = f"{num_requests} values", list(tensor.shape)
-            _ops.expect("Sampling", name, tensor.shape == (num_requests,), wanted, f"shape {got}")
+            got = len(tensor) if tensor.dim() == 1 else f"shape {list(tensor.shape)}"
+            _ops.expect("Sampling", name, tensor.shape == (num_requests,), f"{num_requests} values", got)
             return tensor
 
         return cls(

@@ -64,9 +64,8 @@ def test_what_is_measured_is_what_happened():
     assert DraftSelection.from_json(found.to_json()) == found
 
 
-def test_costs_are_what_the_steps_took(monkeypatch):
-    """A clock that only the forward passes move: a step with four drafts is twice a plain one; a text's last steps have
-    room for fewer, so that 84 steps draft 316."""
+def timed(monkeypatch) -> ToyModel:
+    """A toy whose forward passes alone move the clock: by 1, and by a quarter for each draft."""
     clock = [0.0]
     monkeypatch.setattr(draft_selection.time, "perf_counter", lambda: clock[0])
     toy = ToyModel()
@@ -77,6 +76,13 @@ def test_costs_are_what_the_steps_took(monkeypatch):
         return forward(batch, cache, **more)
 
     toy.forward = slow
+    return toy
+
+
+def test_costs_are_what_the_steps_took(monkeypatch):
+    """A clock that only the forward passes move: a step with four drafts is twice a plain one; a text's last steps have
+    room for fewer, so that 84 steps draft 316."""
+    toy = timed(monkeypatch)
     found = select_draft_model(
         toy, {"right": Candidate(lambda: Oracle(toy.target), 4)}, PROMPTS, (1, 2), max_tokens=31, turns=3,
         steps_per_turn=2,
@@ -103,16 +109,7 @@ class Choosy(Oracle):
 def test_costs_are_those_of_the_drafts_of_whole_texts(monkeypatch, turns):
     """At batch 1 a turn sees one request: four of six turns at cost 2, two at 1 (their median says 2). Whole texts take
     6 * 4 steps with drafts and 30 * 2 without, so a step costs 1 + 24 / 84 on the mean."""
-    clock = [0.0]
-    monkeypatch.setattr(draft_selection.time, "perf_counter", lambda: clock[0])
-    toy = ToyModel()
-    forward = toy.forward
-
-    def slow(batch, cache, **more):
-        clock[0] += 1.0 + 0.25 * (len(batch.token_ids) - len(batch.context_lens))
-        return forward(batch, cache, **more)
-
-    toy.forward = slow
+    toy = timed(monkeypatch)
     found = select_draft_model(
         toy, {"choosy": Candidate(lambda: Choosy(toy.target), 4)}, PROMPTS, (1,), max_tokens=31, turns=turns,
         steps_per_turn=2,

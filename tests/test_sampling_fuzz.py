@@ -124,6 +124,23 @@ test_bad_arguments_and_data_faults, test_bad_arguments_and_data_faults_long = fu
 )
 
 
+def test_more_nodes_than_the_bound(backend: Backend):
+    """A request with more nodes than `max_nodes` is flagged and emits nothing; the others are as without it."""
+    arguments = sharded.batch(1, 33, "target_only", 6)
+    placed = {name: place(value, backend.device) for name, value in arguments.items()}
+    counts = placed["tree"].cu_nodes.diff()
+    free = sk.verify(**placed, **backend.kwargs)
+    placed["tree"] = placed["tree"]._replace(max_nodes=int(counts.max()) - 1)
+    bound = sk.verify(**placed, **backend.kwargs)
+    over = counts > placed["tree"].max_nodes
+    assert over.any()
+    assert not over.all()
+    assert (bound.flags[over] & sk.Flag.INDEX).all()
+    assert not bound.num_emitted[over].any()
+    for name in ("output_token_ids", "num_emitted", "flags"):
+        assert torch.equal(getattr(bound, name)[~over], getattr(free, name)[~over]), name
+
+
 @pytest.mark.parametrize("bound", [-1, 70_000])
 def test_bound_of_nodes(bound: int, backend: Backend):
     """What no grid can have is refused by the CPU op too."""

@@ -21,10 +21,14 @@ struct VerifyParams {
   const double* uniforms64;  // the same in float64
   Logprobs logprobs;
   double epsilon, delta;
-  int32_t num_nodes, max_depth;
+  int32_t num_nodes, max_depth, max_nodes = INT32_MAX;
   int32_t *output_token_ids, *num_emitted, *accepted_nodes, *flags;
   float* logprobs_out;
 
+  // Whether a request's offsets lie within the batch and the bound on its nodes.
+  SPECDEC_HD bool is_sound(int64_t begin, int64_t end) const {
+    return begin >= 0 && end <= num_nodes && begin <= end && end - begin <= max_nodes;
+  }
   SPECDEC_HD bool is_raw() const { return logprobs == Logprobs::raw || logprobs == Logprobs::both; }
   SPECDEC_HD bool is_processed() const { return logprobs == Logprobs::processed || logprobs == Logprobs::both; }
   SPECDEC_HD bool has_draft_laws() const {

@@ -45,7 +45,7 @@ std::vector<RowTask> list_rows(const VerifyParams& params, const std::vector<int
   std::vector<RowTask> tasks;
   for (int32_t b : requests) {
     int64_t begin = params.cu_nodes[b], end = params.cu_nodes[b + 1];
-    if (begin < 0 || end > params.num_nodes || begin > end) continue;
+    if (!params.is_sound(begin, end)) continue;
     for (int64_t node = begin; node < end; node++) {
       tasks.push_back({b, static_cast<int32_t>(node), false});
       int32_t row = node > begin && params.has_draft_laws() ? params.draft_row_of(b, node) : -1;
@@ -105,6 +105,7 @@ void verify_cpu(const Tensor& target_logits, const Tensor& draft_token_ids, cons
                    return_logprobs, epsilon, delta, output_token_ids, num_emitted, accepted_nodes, flags, logprobs);
   const int64_t B = params.sampling.count, N = params.num_nodes;
   check_range("verify", "max_nodes", max_nodes, 0, 65535);  // as on a GPU, where it is a grid's dimension
+  params.max_nodes = static_cast<int32_t>(max_nodes);
   const Form wanted = parse_form("verify", form);
   DraftMap map;
   if (d2t && params.has_draft_laws()) map_drafts(params, map, *d2t, t2d);

@@ -58,7 +58,7 @@ struct NodeSpan {
 };
 __device__ __forceinline__ NodeSpan node_span(const BlockVerify& p, int64_t b) {
   const int64_t begin = p.call.cu_nodes[b], end = p.call.cu_nodes[b + 1];
-  const bool is_sound = begin >= 0 && end <= p.call.num_nodes && begin <= end && end - begin <= p.max_nodes;
+  const bool is_sound = p.call.is_sound(begin, end) && end - begin <= p.max_nodes;
   return {is_sound ? begin : 0, is_sound ? static_cast<int32_t>(end - begin) : 0, is_sound};
 }
 

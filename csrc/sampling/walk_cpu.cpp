@@ -31,7 +31,7 @@ class Walk {
     if (logprobs_) std::fill(logprobs_, logprobs_ + width * logprob_width_, 0.0f);
     begin_ = p_.cu_nodes[b_];
     int64_t end = p_.cu_nodes[b_ + 1];
-    if (begin_ < 0 || end > p_.num_nodes || begin_ > end) flags_ |= kFlagIndex, end = begin_;
+    if (!p_.is_sound(begin_, end)) flags_ |= kFlagIndex, end = begin_;
     count_ = static_cast<int32_t>(end - begin_);
     if (count_ > 0) {
       if ((p_.tree_flags && p_.tree_flags[b_]) || !tree_is_sound()) flags_ |= kFlagTree, count_ = 1;
