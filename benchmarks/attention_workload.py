@@ -81,21 +81,23 @@ class Workload:
             self.cu_nodes, self.tree_mask if tree else None, max_nodes=self.max_nodes, **options,
         )  # fmt: skip
 
-    def visible(self, b: int) -> torch.Tensor:
-        """[nodes, length] bool of request b."""
+    def visible(self, b: int, causal: bool = False) -> torch.Tensor:
+        """[nodes, length] bool of request b: its tree's, or those of a chain."""
+        if causal:
+            return torch.ones(self.nodes[b], self.lengths[b], dtype=torch.bool).tril(self.contexts[b])
         rows = self.tree_mask[self.cu_nodes[b] : self.cu_nodes[b + 1]].long() & 0xFFFFFFFF
         tree = (rows[:, :, None] >> torch.arange(32)) & 1
         tree = tree.reshape(len(rows), -1)[:, : self.nodes[b]].bool()
         return torch.cat([torch.ones(len(rows), self.contexts[b], dtype=torch.bool), tree], dim=1)
 
-    def exact(self, b: int, table: torch.Tensor) -> torch.Tensor:
+    def exact(self, b: int, table: torch.Tensor, causal: bool = False) -> torch.Tensor:
         """Request b by float64 attention over its gathered rows: the gate."""
         position = torch.arange(self.lengths[b])
         pages = table[b][position // self.page_size].long()
         keys, values = (c[pages, position % self.page_size].double() for c in (self.k_cache, self.v_cache))
         q = self.q[self.cu_nodes[b] : self.cu_nodes[b + 1]].double()
         group = self.num_q_heads // self.num_kv_heads
-        hidden = ~self.visible(b)[:, None, :]
+        hidden = ~self.visible(b, causal)[:, None, :]
         out = torch.empty_like(q)
         for h in range(self.num_kv_heads):
             heads = slice(h * group, (h + 1) * group)
@@ -103,13 +105,21 @@ class Workload:
             out[:, heads] = scores.softmax(-1) @ values[:, h]
         return out
 
-    def gate(self) -> bool:
+    def gate(self, causal: bool = False) -> bool:
         """Ours against float64 on the first and the last request."""
         table = self.next_table()
-        out = self.ours(table=table)
+        out = self.ours(not causal, table)
         tolerance = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[self.dtype]
         rows = [(b, slice(int(self.cu_nodes[b]), int(self.cu_nodes[b + 1]))) for b in {0, self.batch - 1}]
-        return all((out[r].double() - self.exact(b, table)).abs().max() < tolerance for b, r in rows)
+        return all((out[r].double() - self.exact(b, table, causal)).abs().max() < tolerance for b, r in rows)
+
+
+def agree(name: str, theirs: torch.Tensor, work: Workload, requests: range) -> None:
+    """A baseline computes what we compute (on the first table), or its time says nothing."""
+    rows = slice(int(work.cu_nodes[requests[0]]), int(work.cu_nodes[requests[-1] + 1]))
+    error = float((theirs.float() - work.ours(table=work.tables[0])[rows].float()).abs().max())
+    tolerance = 1e-4 if work.dtype == torch.float32 else 2e-2  # theirs rounds scores or weights to the type as well
+    assert error < tolerance, f"{name} differs from ours by {error}"
 
 
 def strong_torch(work: Workload, requests: range | None = None) -> Callable[[], torch.Tensor]:
@@ -124,8 +134,9 @@ def strong_torch(work: Workload, requests: range | None = None) -> Callable[[], 
     bias = bias.repeat_interleave(group, 0)[None, None].contiguous()
     q = work.q[int(work.cu_nodes[chosen[0]]) : int(work.cu_nodes[chosen[-1] + 1])]
 
-    def call() -> torch.Tensor:
-        index = work.next_table()[chosen[0] : chosen[-1] + 1, :pages].reshape(-1).long()
+    def call(table: torch.Tensor | None = None) -> torch.Tensor:
+        table = work.next_table() if table is None else table
+        index = table[chosen[0] : chosen[-1] + 1, :pages].reshape(-1).long()
         torch.index_select(work.k_cache, 0, index, out=keys)
         torch.index_select(work.v_cache, 0, index, out=values)
         k, v = (
@@ -137,6 +148,7 @@ def strong_torch(work: Workload, requests: range | None = None) -> Callable[[], 
         out = out.view(count, work.num_kv_heads, nodes, group, -1).permute(0, 2, 1, 3, 4)
         return out.reshape(count * nodes, work.num_q_heads, -1)
 
+    agree("torch's attention", call(work.tables[0]), work, chosen)
     return call
 
 
@@ -149,8 +161,8 @@ def flex_attention(work: Workload) -> Callable[[], torch.Tensor]:
     mask = create_block_mask(lambda b, h, i, j: seen[i, j], None, None, nodes, length, device="cpu")
     compiled = torch.compile(flex_attention, dynamic=False)
 
-    def call() -> torch.Tensor:
-        index = work.next_table()[:, :pages].reshape(-1).long()
+    def call(table: torch.Tensor | None = None) -> torch.Tensor:
+        index = (work.next_table() if table is None else table)[:, :pages].reshape(-1).long()
         k, v = (
             c[index].view(work.batch, -1, work.num_kv_heads, work.head_dim)[:, :length].transpose(1, 2).contiguous()
             for c in (work.k_cache, work.v_cache)
@@ -158,4 +170,5 @@ def flex_attention(work: Workload) -> Callable[[], torch.Tensor]:
         q = work.q.view(work.batch, nodes, work.num_q_heads, -1).transpose(1, 2).contiguous()
         return compiled(q, k, v, block_mask=mask, enable_gqa=True).transpose(1, 2).flatten(0, 1)
 
+    agree("FlexAttention", call(work.tables[0]), work, range(work.batch))
     return call

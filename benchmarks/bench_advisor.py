@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSONL file that the rows are appended to")
     options = parser.parse_args(argv)
     if options.quick:
-        options.prompts, options.max_tokens, options.rounds, options.batches = 4, 16, 1, "2"
+        options.prompts, options.max_tokens, options.rounds, options.batches = 4, 12, 1, "1"
     model = load_model("smollm2")
     prompts, candidates = prompts_of(model.tokenizer, options.prompts), candidates_for(model)
     if options.quick:

@@ -183,12 +183,10 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     dtype = getattr(torch, options.dtype)
     model = load_model("smollm2", dtype)
-    batches = [1, 4] if options.quick else [int(b) for b in options.batches.split(",")]
-    rows: list[dict[str, Any]] = []
+    batches = [2] if options.quick else [int(b) for b in options.batches.split(",")]
 
     def report(row: dict[str, Any]) -> None:
         row = {"family": "engine", **row, "dtype": options.dtype, "machine": machine.describe()}
-        rows.append(row)
         print({k: v for k, v in row.items() if k not in ("family", "machine")}, flush=True)
         if options.out:
             options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -204,8 +202,9 @@ def main(argv: list[str] | None = None) -> int:
 
     with quiet_transformers():
         module = AutoModelForCausalLM.from_pretrained(smollm2_path(), dtype=dtype).eval()
-    for batch in () if options.profile else batches:
-        report(race(model, module, batch, 3 if options.quick else options.rounds, 6 if options.quick else options.size))
+    rounds, size = (2, 4) if options.quick else (options.rounds, options.size)
+    for batch in batches:
+        report(race(model, module, batch, rounds, size))
     return 0
 
 

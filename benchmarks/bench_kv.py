@@ -144,11 +144,10 @@ def main(argv: list[str] | None = None) -> int:
     add_options(parser)
     options = parser.parse_args(argv)
     bench, loop = Bench("kv", options.out, rounds=8 if options.quick else 40, resume=options.resume), c_loop()
-    for layers, requests, moved in (
-        [(32, 64, 3)] if options.quick else [(32, 1, 3), (32, 8, 3), (32, 64, 1), (32, 64, 3)]
-    ):
+    layers = 4 if options.quick else 32
+    for requests, moved in [(64, 3)] if options.quick else [(1, 3), (8, 3), (64, 1), (64, 3)]:
         bench_commit(bench, loop, layers, requests, moved)
-    bench_pages(bench, 32, 16)
+    bench_pages(bench, layers, 16)
     return 0
 
 

@@ -122,7 +122,7 @@ def each_turn(call: Callable[[int], Any], device: str, turns: int) -> Callable[[
 
 
 def attention(device: str, shape: tuple[int, int, int], dtype: torch.dtype, bandwidth: float) -> Iterator[Row]:
-    """32 query heads, 8 KV heads of 128, pages of 16, a random tree a request."""
+    """32 query heads, 8 KV heads of 128, pages of 16, the same binary tree for each request."""
     requests, context, nodes = shape
     paged = Paged(device, shape, dtype, page=16)
     q, caches, tables, mask, turns, length = paged.q, paged.caches, paged.tables, paged.mask, paged.turns, paged.length

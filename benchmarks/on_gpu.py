@@ -107,10 +107,32 @@ def sample_calls(op: str) -> list[list[Any]]:
     return calls
 
 
+class Verdict:
+    """Rows of one stage, and an error at its end if one of them was not right."""
+
+    def __init__(self, log: Log, stage: str) -> None:
+        self.log, self.stage, self.count = log, stage, 0
+        self.wrong: list[str] = []
+
+    def write(self, **row: Any) -> None:
+        self.count += 1
+        self.wrong += [] if row["ok"] else [f"{row['op']} ({row.get('backend', row.get('shape'))})"]
+        self.log.write(self.stage, **row)
+
+    def end(self, skip: str = "") -> None:
+        if self.wrong:
+            raise AssertionError(
+                f"{len(self.wrong)} of {self.count} calls differ: {', '.join(sorted(set(self.wrong)))}"
+            )
+        if skip:
+            raise Skip(skip)
+
+
 def correctness(log: Log, deadline: float) -> None:
     need_gpu()
     from specdec_kernels import _ops
 
+    verdict = Verdict(log, "correctness")
     for op in sorted(_ops.SCHEMAS):
         backends = [
             b for b in ("native", "triton") if _ops.supports(op, b, "cuda") and _ops.supports(op, "native", "cpu")
@@ -118,8 +140,9 @@ def correctness(log: Log, deadline: float) -> None:
         for index, arguments in enumerate(sample_calls(op) if backends else []):
             for backend in backends:
                 if time.monotonic() > deadline:
-                    raise Skip("out of time; the ops above were compared")
-                log.write("correctness", op=op, backend=backend, sample=index, **compare(op, backend, arguments))
+                    verdict.end("out of time; the ops above were compared")
+                verdict.write(op=op, backend=backend, sample=index, **compare(op, backend, arguments))
+    verdict.end()
 
 
 def placement(log: Log, deadline: float) -> None:
@@ -127,18 +150,20 @@ def placement(log: Log, deadline: float) -> None:
     need_gpu()
     from specdec_kernels import _ops
 
+    verdict = Verdict(log, "placement")
     for op in sorted(_ops.SCHEMAS):
         for backend in ("native", "triton"):
             if not (_ops.supports(op, backend, "cuda") and _ops.supports(op, "native", "cpu")):
                 continue
             if time.monotonic() > deadline:
-                raise Skip("out of time; the ops above were compared")
+                verdict.end("out of time; the ops above were compared")
             arguments = sample_calls(op)[0]
             row = compare(op, backend, arguments, stream=torch.cuda.Stream())
-            log.write("placement", op=op, backend=backend, where="side stream", **row)
+            verdict.write(op=op, backend=backend, where="side stream", **row)
             if torch.cuda.device_count() > 1:
                 row = compare(op, backend, arguments, device="cuda:1")
-                log.write("placement", op=op, backend=backend, where="cuda:1", **row)
+                verdict.write(op=op, backend=backend, where="cuda:1", **row)
+    verdict.end()
 
 
 def compare(
@@ -170,6 +195,9 @@ def compare(
     _ops.call(op, "native", torch.device("cpu"), *on_cpu)
     worst, wrong = 0.0, []
     for argument, gpu, cpu in zip(schema.arguments, on_gpu, on_cpu):
+        if argument.name == "workspace":
+            wrong += ["workspace, which a call leaves zero"] if gpu is not None and gpu.any() else []
+            continue
         if argument.alias_info is None or not argument.alias_info.is_write or cpu is None:
             continue
         for one, other in zip(*((x if isinstance(x, list) else [x]) for x in (gpu, cpu))):
@@ -179,7 +207,7 @@ def compare(
     return {"ok": not wrong, "wrong": wrong, "largest_difference": worst}
 
 
-def _subprocess(log: Log, stage: str, command: list[str], seconds: float, **row: Any) -> None:
+def _subprocess(log: Log, stage: str, command: list[str], seconds: float, **row: Any) -> int | str:
     begin = time.monotonic()
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=max(5.0, seconds))
@@ -188,6 +216,7 @@ def _subprocess(log: Log, stage: str, command: list[str], seconds: float, **row:
         output = error.stdout or b""
         row |= {"rc": "timeout", "tail": (output.decode() if isinstance(output, bytes) else output)[-1500:]}
     log.write(stage, seconds=round(time.monotonic() - begin, 1), **row)
+    return row["rc"]
 
 
 def missing_kernels(device: str, ops: Sequence[str]) -> list[str]:
@@ -201,7 +230,7 @@ def timings(log: Log, deadline: float) -> None:
     need_gpu()
     from benchmarks import gpu_timings
 
-    bandwidth = gpu_timings.copy_bandwidth("cuda")
+    bandwidth, verdict = gpu_timings.copy_bandwidth("cuda"), Verdict(log, "timings")
     log.write("timings", copy_bandwidth_gb_s=round(bandwidth / 1e9))
     families: list[tuple[str, Any, Callable[..., Any]]] = [
         ("tree_attention", gpu_timings.ATTENTION, partial(gpu_timings.attention, bandwidth=bandwidth)),
@@ -217,12 +246,13 @@ def timings(log: Log, deadline: float) -> None:
             continue
         for shape in shapes:
             if time.monotonic() > deadline:
-                raise Skip("out of time; the shapes above were measured")
+                verdict.end("out of time; the shapes above were measured")
             try:
                 for row in run("cuda", shape, dtype=torch.bfloat16):
-                    log.write("timings", op=op, **row)
+                    verdict.write(op=op, ok=True, **row)
             except Exception as error:  # the other shapes may still be worth their time
-                log.write("timings", op=op, shape=shape, error=f"{type(error).__name__}: {error}"[:400])
+                verdict.write(op=op, ok=False, shape=shape, error=f"{type(error).__name__}: {error}"[:400])
+    verdict.end()
 
 
 def sanitizer(log: Log, deadline: float) -> None:
@@ -230,11 +260,14 @@ def sanitizer(log: Log, deadline: float) -> None:
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         raise Skip("no compute-sanitizer on the PATH")
+    failed: list[str] = []
     for check in ("memcheck", "racecheck"):
-        command = [tool, "--tool", check, sys.executable, "-m", "benchmarks.on_gpu", "--only", "correctness", "--out"]
-        _subprocess(
-            log, "sanitizer", [*command, str(log.path.parent / check)], (deadline - time.monotonic()) / 2, tool=check
-        )
+        # without --error-exitcode it returns what the program returns, errors or not
+        command = [tool, "--error-exitcode", "1", "--tool", check, sys.executable, "-m", "benchmarks.on_gpu"]
+        command += ["--only", "correctness", "--out", str(log.path.parent / check)]
+        failed += [check] * (_subprocess(log, "sanitizer", command, (deadline - time.monotonic()) / 2, tool=check) == 1)
+    if failed:
+        raise AssertionError(f"compute-sanitizer: {' and '.join(failed)} found errors, or a call differed")
 
 
 ENGINE_OPS = ("build_tree", "chain_tree", "slot_mapping", "write_kv", "tree_attention", "verify", "commit_kv")

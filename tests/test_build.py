@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -244,6 +245,33 @@ def test_wheel_holds_the_package_alone(wheel: Path, tmp_path: Path):
     )  # fmt: skip
     assert repaired.returncode == 0, repaired.stderr
     assert "manylinux" in next(tmp_path.glob("*.whl")).name
+
+
+@pytest.mark.long
+def test_IN_01_IN_04_the_contract_holds_for_the_wheel(wheel: Path, tmp_path: Path):
+    """The op contract against the installed wheel: the tests stand in a folder that holds no package of this tree."""
+    site, copy = tmp_path / "site", tmp_path / "copy"
+    installed = subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert installed.returncode == 0, installed.stderr
+    copy.mkdir()
+    for name in ("tests", "python_ref", "csrc"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / name, copy / name)
+    where = f"import specdec_kernels\n\ndef test_where(): assert specdec_kernels.__file__.startswith({str(site)!r})\n"
+    (copy / "tests" / "test_where.py").write_text(where)
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/test_where.py", "tests/test_op_contract.py",
+         "tests/test_build.py", "-k", "test_where or test_op_contract or IN_01_ and not wheel"],
+        cwd=copy, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(site), "CI": ""},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    closing = ran.stdout.splitlines()[-1]
+    assert int(re.search(r"(\d+) passed", closing)[1]) > 100, closing
+    assert "skipped" not in closing, closing
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_timings, on_gpu, verify_model
+from specdec_kernels import _ops
 
 ROOT = Path(__file__).resolve().parents[1]
 # The machine is bare: torch with NumPy and Triton, nothing else.
@@ -79,6 +80,40 @@ def test_comparison_sees_a_wrong_value():
     assert on_gpu._close(right, right.clone())[0]
     assert not on_gpu._close(right, right + 0.01)[0]
     assert not on_gpu._close(torch.tensor([1, 2]), torch.tensor([1, 3]))[0]
+
+
+@pytest.mark.parametrize("stage", ["correctness", "placement"])
+def test_a_wrong_result_fails_its_stage(stage: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """One op that differs fails the stage by name, at its end and when its time is over; without one it passes."""
+    wrong, log, run = "advance", on_gpu.Log(tmp_path / "rows.jsonl"), getattr(on_gpu, stage)
+    monkeypatch.setattr(on_gpu, "need_gpu", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(_ops, "SCHEMAS", {op: _ops.SCHEMAS[op] for op in ("advance", "build_tree")})
+    monkeypatch.setattr(_ops, "supports", lambda op, backend, device: True)
+    monkeypatch.setattr(on_gpu, "compare", lambda op, backend, arguments, **k: {"ok": op != wrong})
+    with pytest.raises(AssertionError, match=r"of \d+ calls differ: advance \(native\), advance \(triton\)$"):
+        run(log, float("inf"))
+    wrong = "none"
+    run(log, float("inf"))
+    with pytest.raises(on_gpu.Skip):
+        run(log, 0.0)
+
+
+def test_a_call_that_leaves_its_workspace_dirty_differs(monkeypatch: pytest.MonkeyPatch):
+    arguments, plain = on_gpu.sample_calls("rerank_tree")[0], _ops.call
+    names = [argument.name for argument in torch.ops.specdec.rerank_tree.default._schema.arguments]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    assert on_gpu.compare("rerank_tree", "native", arguments, device="cpu")["ok"]
+
+    def dirty(op: str, backend: str, device: torch.device, *given: object) -> None:
+        plain(op, backend, device, *given)
+        workspace = given[names.index("workspace")]
+        if isinstance(workspace, torch.Tensor):
+            workspace[-1] = 1
+
+    monkeypatch.setattr(_ops, "call", dirty)
+    found = on_gpu.compare("rerank_tree", "native", arguments, device="cpu")
+    assert found["wrong"] == ["workspace, which a call leaves zero"], found
 
 
 def test_sample_calls_are_the_out_variants_arguments():

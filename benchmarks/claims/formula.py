@@ -1,7 +1,7 @@
 """Claim: speed-up is at most (1-q^(g+1))/((1-q)(1+c g)), q the rejection rate; 2.4x at g=5, c=.1, q=.3.
 
 Beside the printed formula stand the right one and a simulation of real rejection sampling (drafts drawn from one law,
-judged against another, at a total variation of q). The engine's own figures are not here yet.
+judged against another, at a total variation of q). The engine's own figures: `tree_vs_chain`.
 """
 
 from __future__ import annotations

@@ -160,12 +160,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     useful = {name: run[last].useful_token_ratio for name, run in used.items()}
     speed = {name: run[last].throughput / used["plain"][last].throughput for name, run in used.items()}
     padded, ahead, packed = "sized trees, padded", "sized trees, look-ahead groups", "sized trees, packed"
+    three = [useful[arm] for arm in (padded, ahead, packed)]
     return claim.conclude(
         says=".95 for chains, .71 for trees, .85 with look-ahead grouping",
         so=f"slots used at batch {last}: chains {slot['chains of 5, padded']:.2f}, trees {slot[padded]:.2f} padded, "
-        f"{slot[ahead]:.2f} in look-ahead groups, {slot[packed]:.2f} packed; useful tokens a node {useful[padded]:.2f} "
-        f"in each; throughput x{speed[padded]:.2f}, x{speed[ahead]:.2f}, x{speed[packed]:.2f} of plain, "
-        f"and x{speed['goodput trees, packed']:.2f} where size follows cost; with beliefs a fifth off goodput is never "
+        f"{slot[ahead]:.2f} in look-ahead groups, {slot[packed]:.2f} packed; useful tokens a node "
+        f"{min(three):.2f} to {max(three):.2f}; throughput x{speed[padded]:.2f}, x{speed[ahead]:.2f}, "
+        f"x{speed[packed]:.2f} of plain, and x{speed['goodput trees, packed']:.2f} where size follows cost; "
+        f"with beliefs a fifth off goodput is never "
         f"under x{figures['worst_over_plain']:.3f} of plain or x{figures['worst_over_best_fixed']:.3f} of the best "
         "fixed depth",
         figures=figures,

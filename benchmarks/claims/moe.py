@@ -194,11 +194,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with (claim.options.out / "moe.jsonl").open("w") as file:
         for row in rows:
             file.write(json.dumps(row | {"threads": torch.get_num_threads()}) + "\n")
-    middle = statistics.median(errors)
+    middle, (apart_low, apart_high) = statistics.median(errors), interval(apart)
     return claim.conclude(
         says="a dense draft for an MoE target falls under 50 % acceptance",
         so=f"acceptance {rate(counts['dense draft']):.3f} with the dense draft, {rate(counts['MoE draft']):.3f} with "
-        f"the MoE one; what the experts change is the cost: {relative[first]:.2f} plain steps at batch {first}, "
+        f"the MoE one ({difference:+.3f}, {apart_low:+.3f} to {apart_high:+.3f}); "
+        f"verifying costs {relative[first]:.2f} plain steps at batch {first}, "
         f"{max(relative.values()):.2f} at most, {relative[last]:.2f} at {last}",
         figures={
             "nats a byte": quality, "acceptance": {name: rate(found) for name, found in counts.items()},

@@ -166,8 +166,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     op = {name: sum(int(row[f"op_{name}"]) for row in ran) for name in ("trials", "forbidden", "out_of_range")}
     return claim.conclude(
         says="extreme ratios give NaN: clamp to [eps, 1 - eps], or the log domain",
-        so=f"clamping still gives NaN ({clamp['nan_rows']} rows) and lets {clamp['forbidden_mass']:.1e} of forbidden "
-        f"mass through; in the log domain {ours['nan_rows']} NaN rows, variation at most {ours['max_variation']:.1e}; "
+        so=f"clamped: {clamp['nan_rows']} rows with NaN, {clamp['forbidden_mass']:.1e} of mass on forbidden ids; "
+        f"in the log domain {ours['nan_rows']} NaN rows, variation at most {ours['max_variation']:.1e}; "
         f"the op emitted {op['forbidden']} forbidden ids in {op['trials']} trials",
         figures={"rules": rules, "op": op},
     )
