@@ -7,8 +7,9 @@ import json
 import re
 
 import pytest
+import torch
 
-from benchmarks import page, plot, report, run
+from benchmarks import attention_workload, page, plot, report, run
 from benchmarks.claims import __main__ as claims
 from benchmarks.harness import Bench, read_rows
 
@@ -163,3 +164,21 @@ def test_every_claim_script_is_in_the_list():
     }
     assert scripts == set(claims.CLAIMS), "a new claim gets its place in TEXT of benchmarks/claims/__main__.py"
     assert page.table(["a"], [[page.Cell("<x>", "bad")], [1.23456]]).count('class="') == 2
+
+
+def test_peers_and_both_masks_are_checked_before_they_are_timed(monkeypatch):
+    """Attention: a peer that sees other nodes is refused by name, and so is our own causal call."""
+    monkeypatch.setattr(attention_workload, "COLD_BYTES", 1 << 16)
+    work = attention_workload.Workload([40, 40], [5, 5], torch.float32, heads=(4, 2), head_dim=64)
+    assert work.gate()
+    assert work.gate(causal=True)
+    tree, chain = (work.visible(0, causal).int().sum() for causal in (False, True))
+    assert tree < chain == 5 * 40 + 15
+    assert attention_workload.strong_torch(work)().shape == (10, 4, 64)
+    right = attention_workload.Workload.visible
+    monkeypatch.setattr(attention_workload.Workload, "visible", lambda self, b, causal=False: right(self, b, True))
+    with pytest.raises(AssertionError, match="torch's attention differs from ours by"):
+        attention_workload.strong_torch(work)
+    assert not work.gate()
+    monkeypatch.setattr(attention_workload.Workload, "visible", lambda self, b, causal=False: right(self, b))
+    assert not work.gate(causal=True)
