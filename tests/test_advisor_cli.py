@@ -148,6 +148,25 @@ def test_speedup_says_what_the_formulas_say(capsys):
     assert __main__.main(["speedup", "--acceptance", "0.9,0.5", "--drafts", "2", "--verify", "1:1,4:1.2"]) == 0
 
 
+def test_a_model_that_is_not_served_is_one_line_and_exit_code_2(capsys, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise NotImplementedError("load_model: big: expected standard attention in every layer, got latent attention")
+
+    monkeypatch.setattr("specdec_kernels.advisor.select_cli.load_model", refuse)
+    assert __main__.main(["select", "--target", "big", "--candidate", "ngram"]) == 2
+    error = capsys.readouterr().err
+    assert error == "select: load_model: big: expected standard attention in every layer, got latent attention\n"
+
+
+def test_tokens_a_step_are_those_of_the_drafts_asked_for(capsys):
+    """Of four known acceptances two count where two drafts are verified: 1 + .8 + .8 .7, as in the speed-up."""
+    arguments = ["speedup", "--acceptance", "0.8,0.7,0.6,0.5", "--drafts", "2", "--draft-cost", "0.1", "--json"]
+    assert __main__.main(arguments) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tokens_a_step"] == pytest.approx(2.36)
+    assert found["speedup"] == pytest.approx(2.36 / 1.2)
+
+
 def test_choose_drafts_is_case_pf_04(folder, capsys):
     assert __main__.main(["choose-drafts", "costs.json", "--acceptance", "0.5", "--batch", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_drafts"] == 3
@@ -227,13 +246,18 @@ def test_vllm_counters_are_read_and_what_they_cannot_say_is_not_said():
     assert math.isnan(found["conditional_acceptance"])
 
 
-def test_gpu_utilisation_times_useful_tokens():
-    """NVML stands in: half busy, and of five verified nodes two gave tokens."""
+def test_gpu_utilisation_times_useful_tokens(monkeypatch):
+    """NVML stands in: half busy, and of five verified nodes two gave tokens. It knows GPUs that CUDA_VISIBLE_DEVICES
+    hides: torch's first one is found by its UUID, not by that number."""
+    busy = {"GPU-b0e7c3d2": 50, "GPU-another": 99}
     nvml = types.SimpleNamespace(
         nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetUtilizationRates=lambda handle: types.SimpleNamespace(gpu=50),
+        nvmlDeviceGetHandleByIndex=lambda index: "GPU-another",
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetUtilizationRates=lambda handle: types.SimpleNamespace(gpu=busy[handle]),
     )
+    facts = {0: types.SimpleNamespace(uuid="b0e7c3d2")}
+    monkeypatch.setattr("torch.cuda.get_device_properties", facts.__getitem__)
     engine = types.SimpleNamespace(
         metrics=types.SimpleNamespace(emitted=40, verify_slots=100),
         model=types.SimpleNamespace(device=types.SimpleNamespace(index=0)),

@@ -240,6 +240,14 @@ def test_a_traces_batches_weigh_by_their_steps(tmp_path):
     assert read.shared_tokens == ()
 
 
+@pytest.mark.parametrize("batch", [0, -1, None, 2.5])
+def test_a_traces_wrong_batch_is_named(batch, tmp_path):
+    rows = [{"prompt_tokens": 9, "output_tokens": 30, "batch": 1}, {"prompt_tokens": 9, "output_tokens": 30, "batch": batch}]  # fmt: skip  # noqa: E501
+    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match=f"Workload: batch: expected an integer >= 1 a request, got {batch} in line 2"):
+        Workload.from_jsonl(tmp_path / "trace.jsonl")
+
+
 # ---- the command line
 
 

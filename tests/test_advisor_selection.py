@@ -106,3 +106,8 @@ def test_acceptance_by_position_limits_the_choice():
 def test_wrong_input(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_a_batch_without_a_draft_time_is_named():
+    with pytest.raises(ValueError, match=r"draft_time: expected a time >= 0 at batch 4, got nan"):
+        CostTable({1: {0: 1.0, 2: 1.1}, 4: {0: 1.0, 2: 1.2}}, {1: 0.1})

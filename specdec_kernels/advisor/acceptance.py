@@ -26,7 +26,7 @@ class StepRecord:
     """One verification step of one request.
 
     num_drafted: drafts verified, the root excluded. num_accepted: leading accepted drafts. num_emitted: tokens that
-    reached the text; None means num_accepted + 1; less where a limit or a stop cut the block. depth: deepest draft;
+    reached the text; None means num_accepted + 1; less where a limit or a stop cut the step. depth: deepest draft;
     None means a chain (num_drafted). rejected: whether a reached draft was refused; None means a chain (num_accepted
     < num_drafted); a tree must say, because its accepted path may simply end. num_masked: drafts a grammar or
     vocabulary ruled out beforehand (they count as drafted, and also apart). failed: nothing came back (error, abort).
@@ -119,7 +119,7 @@ class AcceptanceCounts:
     def add(self, record: StepRecord) -> None:
         """Count one step. Failed steps only count as failed: their drafts were never judged.
 
-        Where the block was cut to fewer tokens than were accepted, what lies behind the cut counts neither as
+        Where the step was cut to fewer tokens than were accepted, what lies behind the cut counts neither as
         accepted nor as rejected.
         """
         if record.failed:

@@ -29,7 +29,7 @@ def guarded(name: str, run: Callable[[], int]) -> int:
     """Run a command; what the user got wrong becomes one line on stderr and exit code 2."""
     try:
         return run()
-    except (ValueError, TypeError, OSError, ImportError, KeyError) as error:
+    except (ValueError, TypeError, OSError, ImportError, KeyError, NotImplementedError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return WRONG_INPUT
 
@@ -74,9 +74,7 @@ def speedup_main(argv: Sequence[str] | None = None) -> int:
         depth, best = optimal_depth(args.acceptance, costs, max_drafts=min(16, max(most, args.drafts)))
         found: dict[str, Any] = {
             "speedup": value,
-            "tokens_a_step": expected_emitted(
-                args.acceptance, args.drafts if isinstance(args.acceptance, float) else None
-            ),
+            "tokens_a_step": expected_emitted(args.acceptance, args.drafts),
             "best_drafts": depth,
             "best_speedup": best,
             "break_even_acceptance": acceptance_for(1.0, args.drafts, costs) if args.drafts else None,

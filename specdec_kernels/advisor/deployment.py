@@ -59,9 +59,10 @@ class Workload:
         if not rows:
             raise ValueError(f"Workload: {Path(path).name}: expected a request a line, got none")
         for name in ("prompt_tokens", "output_tokens", "batch"):
-            missing = [i + 1 for i, row in enumerate(rows) if not isinstance(row.get(name), int)]
-            if missing:
-                raise ValueError(f"Workload: {name}: expected an integer a request, got none in line {missing[0]}")
+            wrong = [i for i, row in enumerate(rows) if not isinstance(row.get(name), int) or row[name] < 1]
+            if wrong:
+                got = f"{rows[wrong[0]].get(name)!r} in line {wrong[0] + 1}"
+                raise ValueError(f"Workload: {name}: expected an integer >= 1 a request, got {got}")
         steps: dict[int, float] = {}
         for row in rows:  # a step at batch b serves b requests at once
             steps[row["batch"]] = steps.get(row["batch"], 0.0) + row["output_tokens"] / row["batch"]

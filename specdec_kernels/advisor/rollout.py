@@ -111,15 +111,15 @@ def measure_acceptance(
         text = prompt.long().cpu()
         start, done = len(text), False
         while len(text) - start < max_tokens and not done:
-            laws, block = [], text
+            laws, drafted_text = [], text
             for _ in range(num_drafts):
-                laws.append(filters.law(_scatter(draft(block)[-1], width, valid, d2t)))
-                block = torch.cat([block, _draw(rng, laws[-1])])
-            rows = target(block)[len(text) - 1 :].double().cpu().clone()
+                laws.append(filters.law(_scatter(draft(drafted_text)[-1], width, valid, d2t)))
+                drafted_text = torch.cat([drafted_text, _draw(rng, laws[-1])])
+            rows = target(drafted_text)[len(text) - 1 :].double().cpu().clone()
             rows[:, valid:] = -torch.inf
             own = filters.law(rows)
             accepted, overlaps, extra = 0, [], own[num_drafts]
-            for i, drafted in enumerate(block[len(text) :].tolist()):
+            for i, drafted in enumerate(drafted_text[len(text) :].tolist()):
                 overlaps.append(float(torch.minimum(own[i], laws[i]).sum()))
                 if (
                     rng.random() * laws[i][drafted] >= own[i][drafted]
@@ -128,8 +128,8 @@ def measure_acceptance(
                     extra = residual / residual.sum() if residual.sum() > 0 else own[i]
                     break
                 accepted += 1
-            block = torch.cat([block[: len(text) + accepted], _draw(rng, extra)])
-            new = block[len(text) :].tolist()[: max_tokens - (len(text) - start)]
+            drafted_text = torch.cat([drafted_text[: len(text) + accepted], _draw(rng, extra)])
+            new = drafted_text[len(text) :].tolist()[: max_tokens - (len(text) - start)]
             if eos_token_id in new:
                 new, done = new[: new.index(eos_token_id) + 1], True
             text = torch.cat([text, torch.tensor(new)])

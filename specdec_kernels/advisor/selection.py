@@ -31,7 +31,7 @@ class CostTable:
                 )
             if not all(math.isfinite(time) and time > 0 for time in row.values()):
                 raise ValueError(f"choose_num_drafts: verify_time: expected positive times, got {dict(row)}")
-            draft = self.draft_time[batch] if isinstance(self.draft_time, Mapping) else self.draft_time
+            draft = self.draft_time.get(batch, math.nan) if isinstance(self.draft_time, Mapping) else self.draft_time
             if not (math.isfinite(draft) and draft >= 0):
                 raise ValueError(f"choose_num_drafts: draft_time: expected a time >= 0 at batch {batch}, got {draft}")
 

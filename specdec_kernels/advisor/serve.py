@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from specdec_kernels.advisor.cli import guarded
 from specdec_kernels.engine import Engine, Request, load_model
 
@@ -31,7 +33,9 @@ class GpuCollector:
         emitted = sum(engine.metrics.emitted for engine in self._engines)
         nodes = sum(engine.metrics.verify_slots for engine in self._engines)
         for index in sorted({engine.model.device.index or 0 for engine in self._engines}):
-            handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
+            # NVML numbers all GPUs of the machine, torch those that CUDA_VISIBLE_DEVICES leaves: the UUID is one GPU's
+            uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+            handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
             share = self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
             busy.add_metric([str(index)], share)
             useful.add_metric([str(index)], share * (emitted / nodes if nodes else 0.0))

@@ -288,7 +288,7 @@ def optimal_tree(
 
 def printed_speedup(rejection_rate: float, num_drafts: int, draft_cost: float) -> float:
     """The text's (1 - q^(g+1)) / ((1 - q)(1 + c g)) exactly as printed: with q the *rejection* rate. Wrong; see
-    `printed_error`. The formula wants the acceptance rate."""
+    `printed_error`. The formula wants the conditional acceptance."""
     q = _probability("printed_speedup", "rejection_rate", rejection_rate)
     if q == 1.0:
         return (num_drafts + 1) / (1 + draft_cost * num_drafts)

@@ -26,7 +26,6 @@ from specdec_kernels.engine.batch import Batch, HiddenStates
 from specdec_kernels.engine.drafters import NoDrafter
 from specdec_kernels.training.data import Corpus
 
-PARTS = ("train", "held_out")
 _PAGE = 16
 _ROWS = 1024  # rows of one forward pass
 

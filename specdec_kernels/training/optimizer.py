@@ -40,7 +40,7 @@ class Optimizer:
         grads = {name: g / self.scales[name] if name in self.scales else g for name, g in grads.items()}
         norm = torch.stack([g.norm() for g in grads.values()]).norm()
         if not torch.isfinite(norm):
-            raise ValueError(f"HeadTrainer: gradient: expected finite values at step {step}, got {norm.item()}")
+            raise ValueError(f"training: gradient: expected finite values at step {step}, got {norm.item()}")
         shrink = (self.clip / norm).clamp(max=1.0)
         for name, parameter in self._stepped.items():
             grad = grads.get(name)
