@@ -164,3 +164,14 @@ def test_packed_linears_compute_the_same(dtype: torch.dtype, monkeypatch):
         assert block.q_proj.state.x is None  # no input is kept alive between steps
         block.q_proj(inputs[0])  # its siblings' parts are never fetched ...
         assert torch.allclose(block.k_proj(other), other_key, atol=1e-5 if dtype == torch.float32 else 0.06)  # ... late
+
+
+def test_chunked_attention_is_refused_by_name():
+    """Llama 4's layers but every fourth see their own chunk alone."""
+    config = transformers.Llama4TextConfig(
+        hidden_size=64, intermediate_size=64, intermediate_size_mlp=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=32, num_local_experts=2, num_experts_per_tok=1, vocab_size=50,
+        attention_chunk_size=4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    with pytest.raises(NotImplementedError, match=r"load_model: .*chunked attention"):
+        TransformersModel(transformers.Llama4ForCausalLM(config))

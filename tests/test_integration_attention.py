@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specdec_kernels.integrations.transformers_attention import dense_attention, padding_mask, register_attention
 from tests.test_engine_transformers import MODELS, build
@@ -88,3 +89,44 @@ def test_what_is_not_there_is_named():
         with pytest.raises(NotImplementedError, match="static cache"):
             padding_mask(1, 1, 64, 2, attention_mask=mask)
     assert padding_mask(1, 1, 3, 2, attention_mask=torch.ones(1, 3)) is None
+
+
+def test_no_count_is_read_of_the_device():
+    """A layer under padding reads no value on the host: rows chosen by a mask would raise here."""
+    q, k = torch.randn(2, 4, 5, 64), torch.randn(2, 2, 9, 64)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 1, 0, 0]]).bool()
+    rows = mask[:, 0]
+    with FakeTensorMode() as mode:
+        out, _ = dense_attention(torch.nn.Module(), *(mode.from_tensor(t) for t in (q, k, k, mask)))
+        assert out.shape == (2, 5, 4, 64)
+        with pytest.raises(Exception, match=r"(?i)data.dependent|dynamic|nonzero"):
+            mode.from_tensor(q)[mode.from_tensor(rows)]
+
+
+def test_masks_that_are_not_causal_are_refused():
+    theirs = transformers.masking_utils
+    zeros, restarts = torch.zeros(1, 6, dtype=torch.int64), torch.tensor([[0, 0, 0, 1, 1, 1]])
+    causal, windowed = theirs.causal_mask_function, theirs.sliding_window_causal_mask_function(3)
+    for good in (None, causal, windowed):
+        assert padding_mask(1, 6, 6, mask_function=good) is None
+    for bad in (
+        theirs.chunked_causal_mask_function(4, zeros[:, 0]), theirs.bidirectional_mask_function,
+        theirs.packed_sequence_compatibility_function(causal, zeros, restarts),
+        theirs.packed_sequence_compatibility_function(windowed, zeros, restarts),
+        theirs.or_masks(causal, theirs.blockwise_overlay(restarts)), theirs.and_masks(causal, lambda b, h, q, k: q > k),
+        theirs.or_masks(theirs.sliding_window_overlay(3), causal), theirs.sliding_window_bidirectional_mask_function(3),
+    ):  # fmt: skip
+        with pytest.raises(NotImplementedError, match="mask_function: expected causal attention"):
+            padding_mask(1, 6, 6, mask_function=bad)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral (window)"])
+def test_packed_sequences_are_refused(name):
+    """Position ids that begin anew are two texts to transformers; as one text the second would see the first."""
+    module = build(name)
+    ids, positions = torch.arange(2, 14)[None], torch.arange(6).repeat(2)[None]
+    whole = module(ids, position_ids=positions, use_cache=False).logits[0, 6:]
+    assert torch.allclose(whole, module(ids[:, 6:], use_cache=False).logits[0], atol=1e-4)
+    module.set_attn_implementation(register_attention())
+    with pytest.raises(NotImplementedError, match="packed sequences"):
+        module(ids, position_ids=positions, use_cache=False)

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from specdec_kernels.integrations import sglang as plugin
+from specdec_kernels.integrations import sglang_verify as verify
 
 
 def drafted(batch: int, topk: int, levels: int, nodes: int, seed: int = 0):
@@ -181,6 +183,30 @@ def test_target_only_sampling_is_the_loops():
 
 
 # ---- registration
+
+
+@pytest.mark.parametrize("call", ["greedy", "target_only", "chain", "tree"])
+def test_verifiers_read_no_value_of_the_device(call):
+    """Whoever counts on the host what a mask chooses raises under fake tensors."""
+    batch, nodes, vocab = 2, 4, 9
+    index = torch.arange(batch * nodes).view(batch, nodes)
+    child, sibling = (torch.tensor([row] * batch) for row in ([1, 2, 3, -1], [-1] * 4))
+    candidates = torch.randint(0, vocab, (batch, nodes))
+    probs, coins, final = torch.rand(batch * nodes, vocab).softmax(1), torch.rand(batch, nodes), torch.rand(batch)
+    out = (torch.zeros(batch * nodes + 1).int(), torch.zeros(batch, nodes).int(), torch.zeros(batch).int())
+    rows = probs.view(batch, nodes, vocab)
+    with FakeTensorMode() as mode:
+        given = [mode.from_tensor(t) for t in (*out, candidates, index, child, sibling)]
+        laws = [mode.from_tensor(t) for t in (coins, final, probs, rows)]
+        if call == "greedy":
+            verify.verify_greedy_for_sglang(*given, mode.from_tensor(candidates))
+        elif call == "target_only":
+            verify.sample_target_only_for_sglang(*given, *laws[:3])
+        elif call == "chain":
+            verify.sample_chain_for_sglang(*given, *laws)
+            verify.sample_chain_for_sglang(*given, *laws, block_verification=True)
+        else:
+            verify.sample_tree_rejection_for_sglang(*given, *laws)
 
 
 class Registry:

@@ -87,6 +87,31 @@ def test_v2_law_of_two_tokens(kind):
     assert torch.equal(again, sampled)  # keyed by seed and position
 
 
+def test_v2_emits_what_the_drafts_rows_do_not_have():
+    """Draft rows narrower than the target's: an id behind them has no draft, but the target may say it."""
+    target = torch.zeros(5, 11)
+    target[torch.arange(5), torch.tensor([3, 10, 4, 9, 8])] = 50.0
+    narrow = torch.zeros(2, 2, 8)
+    given = batch_v2([2, 1], 11, [3, 7, 5], draft_logits=narrow, temperature=[1.0, 0.0], target=target)
+    sampled, _ = vllm_v2.rejection_sample(**given)
+    assert sampled.tolist() == [[3, 10, -1], [9, -1, -1]]
+
+
+def test_seeds_are_those_of_the_requests_own_generators():
+    own = torch.Generator().manual_seed(7)
+    metadata = types.SimpleNamespace(
+        generators={1: own, 5: torch.Generator()}, temperature=None, all_greedy=True, top_k=None, top_p=None
+    )
+    torch.manual_seed(3)
+    first = vllm.sampling_of(metadata, 3, torch.device("cpu")).seed
+    torch.manual_seed(4)
+    second = vllm.sampling_of(metadata, 3, torch.device("cpu")).seed
+    wanted = [int(torch.randint(2**62, (1,), generator=g)) for g in [torch.Generator().manual_seed(7)] for _ in "ab"]
+    assert [int(first[1]), int(second[1])] == wanted
+    assert (first != second).all()
+    assert first.dtype == torch.int64
+
+
 def test_v2_leaves_to_vllm_what_it_does_not_say(monkeypatch):
     monkeypatch.setattr(vllm_v2.rejection_sample, "replaced", lambda *a, **k: "vLLM's", raising=False)
     given = batch_v2([1], 4, [2])

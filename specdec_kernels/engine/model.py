@@ -21,6 +21,7 @@ _UNSUPPORTED = {
     "mamba_d_state": "recurrent (Mamba) layers",
     "ssm_state_size": "recurrent (Mamba) layers",
     "linear_num_key_heads": "linear-attention layers",
+    "attention_chunk_size": "chunked attention",
 }
 
 

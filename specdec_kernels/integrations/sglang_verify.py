@@ -36,7 +36,10 @@ def _write(
     accept_index.fill_(-1)
     accept_index[:, :steps] = torch.where(taken, place, -1).to(accept_index.dtype)
     accept_token_num.copy_(num_emitted - 1)
-    predicts[place[taken]] = tokens[taken].to(predicts.dtype)
+    # what is not taken goes to a spare place: rows chosen by a mask would wait for the device to count them
+    wide = torch.cat([predicts, predicts.new_zeros(1)])
+    target = torch.where(taken, place, len(predicts)).reshape(-1)
+    predicts.copy_(wide.scatter_(0, target, tokens.to(predicts.dtype).reshape(-1))[:-1])
 
 
 def verify_greedy_for_sglang(
@@ -58,16 +61,15 @@ def verify_greedy_for_sglang(
     batch, nodes = candidates.shape
     tree = _tree_of(retrieve_index, retrieve_next_token, retrieve_next_sibling)
     counts = (tree.cu_nodes[1:] - tree.cu_nodes[:-1]).long()
-    row = torch.arange(batch, device=candidates.device).repeat_interleave(nodes)
-    slot = torch.arange(nodes, device=candidates.device).repeat(batch)
+    total, place = tree.parents.shape[0], torch.arange(batch * nodes, device=candidates.device)
+    row, slot = place // max(nodes, 1), place % max(nodes, 1)
     exists = slot < counts[row]
-    parents = torch.zeros(batch * nodes, dtype=torch.int64, device=candidates.device)
     packed = tree.cu_nodes[row].long() + slot
-    parents[exists] = tree.parents[packed[exists]].long().clamp(min=0)
+    parents = torch.where(exists, tree.parents[packed.clamp(max=max(total - 1, 0))].long(), 0).clamp(min=0)
     hit = candidates[row, slot] == target_predict[row, parents]
-    ids = torch.zeros(tree.parents.shape[0], dtype=torch.int32, device=candidates.device)
-    ids[packed[exists]] = hit[exists].int()
-    says = torch.tensor([0.0, 1.0], device=candidates.device).expand(tree.parents.shape[0], 2)
+    ids = torch.zeros(total + 1, dtype=torch.int32, device=candidates.device)  # the last: of slots without a node
+    ids = ids.scatter_(0, torch.where(exists, packed, total), hit.int())[:-1]
+    says = torch.arange(2, dtype=torch.float32, device=candidates.device).expand(total, 2)
     sampling = Sampling.of(batch, temperature=0.0, device=candidates.device)
     found = verify(says, ids, tree, sampling, method="greedy")
     tokens = target_predict.gather(1, found.accepted_nodes.long().clamp(min=0))

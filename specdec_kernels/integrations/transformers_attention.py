@@ -9,6 +9,7 @@ as pages of one token, and each sequence's page table names the rows that hold i
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -37,7 +38,15 @@ def padding_mask(
     attention_mask: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor | None:
-    """transformers' mask interface: bool [B, kv_length], which keys are tokens; None: all of them."""
+    """transformers' mask interface: bool [B, kv_length], which keys are tokens; None: all of them. NotImplementedError
+    for a mask function that is not causal, or causal within a window (packed sequences, chunks, bidirectional parts),
+    and for static caches."""
+    if not _is_causal(mask_function):
+        got = getattr(mask_function, "__qualname__", mask_function)
+        raise NotImplementedError(
+            f"{NAME}: mask_function: expected causal attention, within a window or not, got {got} "
+            "(packed sequences, chunked attention and bidirectional parts are not supported)"
+        )
     seen = int(q_offset) + q_length
     if attention_mask is None:
         known = kv_length <= seen
@@ -78,10 +87,10 @@ def dense_attention(
         "kv_layout": "HND",
     }  # fmt: skip
     device = query.device
-    rows = query.transpose(1, 2)
+    rows = query.transpose(1, 2).reshape(batch * q_length, num_q_heads, head_dim)
     if attention_mask is None:
         out = tree_attention(
-            rows.reshape(batch * q_length, num_q_heads, head_dim), key, value,
+            rows, key, value,
             torch.arange(batch, dtype=torch.int32, device=device)[:, None],
             torch.full((batch,), kv_length - q_length, dtype=torch.int32, device=device),
             torch.arange(batch + 1, dtype=torch.int32, device=device) * q_length,
@@ -91,16 +100,38 @@ def dense_attention(
         return out.view(batch, q_length, num_q_heads, -1), None
     queries = attention_mask[:, kv_length - q_length :]
     lens, counts = attention_mask.sum(1, dtype=torch.int32), queries.sum(1, dtype=torch.int32)
-    order = (~attention_mask).to(torch.int8).argsort(dim=1, stable=True)  # tokens first, in their order
+    order, real = _tokens_first(attention_mask), _tokens_first(queries.reshape(-1))
     first = torch.arange(batch, device=device)[:, None] * (num_kv_heads * kv_length)
     out = tree_attention(
-        rows[queries], _by_token(key), _by_token(value), (first + order).to(torch.int32), lens - counts,
+        rows[real], _by_token(key), _by_token(value), (first + order).to(torch.int32), lens - counts,
         torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32), None, max_nodes=q_length, **options,
     )  # fmt: skip
     assert isinstance(out, torch.Tensor)
-    whole = out.new_zeros(batch, q_length, num_q_heads, out.shape[-1])
-    whole[queries] = out
-    return whole, None
+    whole = torch.empty_like(out)
+    whole[real] = out  # rows behind the tokens are 0
+    return whole.view(batch, q_length, num_q_heads, -1), None
+
+
+def _tokens_first(mask: torch.Tensor) -> torch.Tensor:
+    """Indices of what is in the mask, in its order, then of the rest: no count is read, which would stop the stream."""
+    return (~mask).to(torch.int8).argsort(dim=-1, stable=True)
+
+
+def _is_causal(mask_function: Any) -> bool:
+    """Whether one of transformers' mask functions says causal, or causal within a window, and nothing else: all that
+    the layers' own arguments tell `dense_attention`."""
+    from transformers import masking_utils as theirs
+
+    if mask_function in (None, theirs.causal_mask_function):
+        return True
+    same = theirs.sliding_window_causal_mask_function(1)
+    parts, wanted = ([f.__code__ for f in _closure(function)] for function in (mask_function, same))
+    return mask_function.__code__ is same.__code__ and parts == wanted
+
+
+def _closure(function: Any) -> tuple[Any, ...]:
+    """The functions that one of transformers' `and_masks` or `or_masks` joins."""
+    return tuple(inspect.getclosurevars(function).nonlocals.get("mask_functions", ()))
 
 
 def _by_token(cache: torch.Tensor) -> torch.Tensor:

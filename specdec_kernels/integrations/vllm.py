@@ -125,11 +125,11 @@ def verify_forward(self: Any, metadata: Any, draft_probs: Any, logits: Any, samp
 def sampling_of(sampling_metadata: Any, count: int, device: torch.device) -> Sampling:
     """vLLM's parameters as ours. Each step has fresh seeds: of the request's own generator if it has one."""
     m = sampling_metadata
-    seeds = torch.randint(2**62, (count,))
+    seeds = torch.randint(2**62, (count,), device=device)  # drawn there: a seed made on the host would be waited for
     for row, generator in m.generators.items():
         if row < count:
-            seeds[row] = torch.randint(2**62, (), generator=generator, device=generator.device)
-    whole: dict[str, Any] = {"seed": seeds.to(device)}
+            seeds[row : row + 1] = torch.randint(2**62, (1,), generator=generator, device=generator.device)
+    whole: dict[str, Any] = {"seed": seeds}
     if m.temperature is not None and not m.all_greedy:
         whole["temperature"] = m.temperature[:count].float()
     else:

@@ -72,7 +72,6 @@ def rejection_sample(
         laws = {
             "draft_logits": draft_logits.reshape(-1, draft_logits.shape[-1]), "draft_sampling": Sampling(heat),
             "draft_rows": torch.where(expanded_local_pos > 0, row, -1).int(),
-            "vocab_size": min(target_logits.shape[1], draft_logits.shape[-1]),
         }  # fmt: skip
     method = "target_only" if not laws else "block" if use_block_verification else "rejection"
     found = verify(target_logits, draft_sampled.int(), tree, sampling, method=method, **laws)
