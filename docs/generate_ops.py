@@ -12,7 +12,7 @@ from pathlib import Path
 
 import specdec_kernels
 from specdec_kernels import _triton
-from specdec_kernels._ops import SCHEMAS, supports
+from specdec_kernels._ops import SCHEMAS, supports, workspace_bounds
 
 ROOT = Path(__file__).parents[1]
 OPS_PAGE, README = ROOT / "docs" / "ops.md", ROOT / "README.md"
@@ -56,6 +56,11 @@ def ops_page() -> str:
             written = [a.split()[-1] for a in arguments if "!" in a]
             lines += [f"### `{name}`", "", "```", f"{name}(", *[f"    {a}," for a in arguments], ")", "```"]
             lines += ["", f"Writes {', '.join(f'`{w}`' for w in written)}.", ""]
+            if bounds := workspace_bounds(name):
+                given = ", ".join(f"{bound}=" for bound in bounds)
+                optional = ", ".join(f"`{bound}`" for bound, needed in bounds.items() if not needed)
+                note = f" ({optional} may be left out)" if optional else ""
+                lines += [f'Workspace: `workspace_size("{name}", {given})` bytes{note}.', ""]
             if function := getattr(specdec_kernels, name, None):
                 lines += [f"`specdec_kernels.{name}`:", "", "```text", inspect.getdoc(function) or "", "```", ""]
     missing = set(SCHEMAS) - listed

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+MAX_NODES = 1024  # nodes of one request, root included
+
 
 class DraftTree(NamedTuple):
     """A ragged batch of draft trees, all int32 on one device.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec_kernels import _ops
+from specdec_kernels._draft_tree import MAX_NODES
 
 
 class ExpandedLevel(NamedTuple):
@@ -61,12 +62,13 @@ def expand_tree(scores: Tensor, child_log_probs: Tensor, k: int, *, backend: str
 
     scores: float32 [B, M], cumulative log scores of the expanded nodes (zeros [B, 1] for the root; -inf: no such
     node). child_log_probs: float32 [B, M, R], log probabilities of each node's R children (`draft_topk`'s). NaN and
-    -inf children do not exist and are never chosen. Ties go to the earlier child. Li et al., EAGLE-2 (2024).
+    -inf children do not exist and are never chosen. Ties go to the earlier child. k: 0 to 1024; M R below 2^20
+    children. Li et al., EAGLE-2 (2024).
     """
     op = "expand_tree"
     _ops.expect_tensor(op, "scores", scores, torch.float32, 2)
     _ops.expect_tensor(op, "child_log_probs", child_log_probs, torch.float32, 3)
-    _ops.expect(op, "k", k >= 0, "a value of at least 0", k)
+    _ops.expect_int(op, "k", k, 0, f"a value in [0, {MAX_NODES}]", MAX_NODES)
     (requests, parents, ranks), device = child_log_probs.shape, scores.device
     child_scores = child_log_probs.new_empty(requests, parents * ranks)
     beam = torch.empty(requests, k, dtype=torch.int32, device=device)
@@ -144,7 +146,7 @@ def rerank_tree(
     _ops.expect_tensor(op, "parents", parents, torch.int32, 1)
     _ops.expect_tensor(op, "cu_candidates", cu_candidates, torch.int32, 1)
     _ops.expect_tensor(op, "num_nodes", num_nodes, torch.int32, 1)
-    _ops.expect(op, "total_nodes", total_nodes >= 0, "a value of at least 0", total_nodes)
+    _ops.expect_int(op, "total_nodes", total_nodes, 0, "a value of at least 0")
     requests, device = num_nodes.shape[0], scores.device
     selected, parents_out = (torch.empty(total_nodes, dtype=torch.int32, device=device) for _ in range(2))
     cu_nodes = torch.empty(requests + 1, dtype=torch.int32, device=device)

@@ -58,8 +58,8 @@ class GraphBuckets:
         """Run the step for `total` tokens (a host bound) on `inputs`, which are copied into the bucket's buffers."""
         size = self.size_for(total)
         static = self._inputs[size] if size in self._inputs else self._prepare(size)
-        missing = static.keys() ^ inputs.keys()
-        _ops.expect("GraphBuckets", "inputs", not missing, f"{sorted(static)}", f"{sorted(inputs)}")
+        same = static.keys() == inputs.keys()
+        _ops.expect("GraphBuckets", "inputs", same, f"{sorted(static)}", f"{sorted(inputs)}")
         for name, value in inputs.items():
             self._load(name, static[name], value)
         if size in self._graphs:

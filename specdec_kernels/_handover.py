@@ -85,7 +85,7 @@ def gather_accepted(
     _ops.expect_tensor(op, "accepted_nodes", accepted_nodes, torch.int32, 2)
     _ops.expect_tensor(op, "num_emitted", num_emitted, torch.int32, 1)
     total = accepted_nodes.numel() if total is None else total
-    _ops.expect(op, "total", total >= 0, "a value of at least 0", total)
+    _ops.expect_int(op, "total", total, 0, "a value of at least 0")
     rows = torch.empty(total, x.shape[1], dtype=x.dtype, device=x.device)
     cu_rows = torch.empty(num_emitted.shape[0] + 1, dtype=torch.int32, device=x.device)
     _ops.call(op, backend, x.device, x, cu_nodes, accepted_nodes, num_emitted, rows, cu_rows)
@@ -121,7 +121,7 @@ def prepare_next(
     _ops.expect_tensor(op, "page_table", page_table, torch.int32, 2)
     device, requests = context_lens.device, context_lens.shape[0]
     total = verified.output_token_ids.numel() if total is None else total
-    _ops.expect(op, "total", total >= 0, "a value of at least 0", total)
+    _ops.expect_int(op, "total", total, 0, "a value of at least 0")
     if root_token_ids is None:
         root_token_ids = torch.full((requests,), -1, dtype=torch.int32, device=device)
     token_ids, positions, slots = (torch.empty(total, dtype=torch.int32, device=device) for _ in range(3))

@@ -10,7 +10,9 @@ from __future__ import annotations
 import enum
 import functools
 import importlib
+import inspect
 import logging
+import numbers
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -196,8 +198,21 @@ def _load_native() -> dict[str, str]:
     return found
 
 
+def _refuse_cpu(op: str) -> Callable[..., None]:
+    """What `torch.ops.specdec_triton.<op>` says to CPU tensors, in place of the dispatcher's list of its keys."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            f"{op}: backend: Triton kernels take CUDA tensors, got cpu (torch.ops.specdec.{op} serves them)"
+        )
+
+    return refuse
+
+
 define_namespace("specdec")
-define_namespace("specdec_triton")
+_triton_ops = define_namespace("specdec_triton")
+for _op in SCHEMAS:
+    _triton_ops.impl(_op, _refuse_cpu(_op), "CPU")
 NATIVE = _load_native()
 
 
@@ -217,7 +232,7 @@ def supports(op: str, backend: str = "native", device: str = "cpu") -> bool:
     """Whether `op` runs on `device` ("cpu", "cuda") with `backend` ("native", "triton") in this build."""
     if op not in SCHEMAS:
         raise ValueError(f"supports: op: expected one of {sorted(SCHEMAS)}, got {op!r}")
-    if backend == "triton" and _triton_room(op) is None:
+    if backend == "triton" and (device == "cpu" or _triton_room(op) is None):
         return False
     qualified = f"{_NAMESPACES.get(backend, backend)}::{op}"
     return torch._C._dispatch_has_kernel_for_dispatch_key(qualified, _DISPATCH_KEYS.get(device, device.upper()))
@@ -226,7 +241,7 @@ def supports(op: str, backend: str = "native", device: str = "cpu") -> bool:
 @torch.compiler.assume_constant_result
 def _namespace(op: str, backend: str | None, device: str) -> str:
     """The namespace that serves (op, backend, device); raises NotImplementedError naming what exists."""
-    choice = backend or os.environ.get("SPECDEC_BACKEND") or None
+    choice = backend or _BACKEND
     fake = device == "meta"
     if choice is not None and choice not in _NAMESPACES:
         raise ValueError(f"{op}: backend: expected one of {sorted(_NAMESPACES)}, got {choice!r}")
@@ -289,15 +304,21 @@ def call(op: str, backend: str | None, device: torch.device, *args: Any) -> None
     return run(*args)
 
 
-_LOG = bool(int(os.environ.get("SPECDEC_LOG", "0")))
-_NVTX = bool(int(os.environ.get("SPECDEC_NVTX", "0")))
+def _flag(name: str) -> bool:
+    """Whether an environment variable is on: anything but empty, 0, false, no and off."""
+    return os.environ.get(name, "").strip().lower() not in ("", "0", "false", "no", "off")
+
+
+# Read once, when the package is imported (docs/troubleshooting.md): a call does not look at the environment.
+_BACKEND = os.environ.get("SPECDEC_BACKEND") or None
+_LOG, _NVTX = _flag("SPECDEC_LOG"), _flag("SPECDEC_NVTX")
 if _LOG and not logger.handlers:
     logging.basicConfig(level=logging.INFO)
 
 
 def checking() -> bool:
     """SPECDEC_CHECK=1: validate device values on the host and raise (debugging; synchronises)."""
-    return bool(int(os.environ.get("SPECDEC_CHECK", "0")))
+    return _flag("SPECDEC_CHECK")
 
 
 _WORKSPACES: dict[str, Callable[..., int]] = {}
@@ -308,14 +329,28 @@ def register_workspace(op: str, size: Callable[..., int]) -> None:
     _WORKSPACES[op] = size
 
 
+def workspace_bounds(op: str) -> dict[str, bool]:
+    """The bounds that `workspace_size` takes of `op`, in order, and whether each must be given; {}: no workspace."""
+    taken = inspect.signature(_WORKSPACES[op]).parameters if op in _WORKSPACES else {}
+    return {name: bound.default is bound.empty for name, bound in taken.items()}
+
+
 def workspace_size(op: str, **bounds: int) -> int:
     """Bytes of workspace `op` may ask for within `bounds` (0: it needs none). Zero it once; calls leave it zeroed.
 
-    A workspace is never shared between streams. Which bounds an op takes stands in docs/ops.md.
+    Bounds: "tree_attention": batch, max_nodes, num_q_heads, num_kv_heads, head_dim, and if they are not the default
+    v_dim, num_splits, num_workers; "verify": requests, nodes; "rerank_tree": requests, candidates; in docs/ops.md for
+    every op that has one. A workspace is never shared between streams. ValueError for unknown ops and bounds.
     """
     if op not in SCHEMAS:
         raise ValueError(f"workspace_size: op: expected one of {sorted(SCHEMAS)}, got {op!r}")
-    return _WORKSPACES[op](**bounds) if op in _WORKSPACES else 0
+    if op not in _WORKSPACES:
+        return 0
+    taken = workspace_bounds(op)
+    if not bounds.keys() <= taken.keys() or any(needed and name not in bounds for name, needed in taken.items()):
+        words = ", ".join(name if needed else f"[{name}]" for name, needed in taken.items())
+        raise ValueError(f"workspace_size: bounds: expected {words} for {op}, got {', '.join(bounds) or 'none'}")
+    return _WORKSPACES[op](**bounds)
 
 
 def register_backend(name: str, namespace: str) -> None:
@@ -352,3 +387,12 @@ def expect(op: str, argument: str, condition: bool, expected: str, got: Any) -> 
     """Raise ValueError `op: argument: expected X, got Y` unless `condition`."""
     if not condition:
         raise ValueError(f"{op}: {argument}: expected {expected}, got {got}")
+
+
+def expect_int(op: str, argument: str, value: Any, least: int, expected: str, most: int | None = None) -> None:
+    """Raise TypeError unless `value` is a host integer, ValueError unless it lies in [least, most]."""
+    if not isinstance(value, int) and not isinstance(value, (torch.SymInt, numbers.Integral)):
+        got = "a tensor" if isinstance(value, torch.Tensor) else repr(value)  # whose value is not read
+        raise TypeError(f"{op}: {argument}: expected an int, got {got}")
+    if value < least or (most is not None and value > most):  # type: ignore[operator]
+        raise ValueError(f"{op}: {argument}: expected {expected}, got {value}")

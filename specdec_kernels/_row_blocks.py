@@ -118,7 +118,7 @@ def filter_rows(
         *request_args(op, sampling),
         index_arg(op, "row_requests", row_requests, rows),
         *edit_args(op, allowed, bias),
-        vocab_arg(op, vocab_size, columns, shard=True),
+        vocab_arg(op, vocab_size, columns),
         *(threshold, tie_budget, peak, log_sum, flags),
     )
     return FilteredRows(threshold, tie_budget, peak, log_sum, flags)

@@ -8,6 +8,7 @@ on any device; nothing is read on the host.
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import torch
@@ -46,12 +47,12 @@ class Shards:
 
     def vocabulary(self, columns: int, vocab_size: int | None, device: torch.device) -> Tensor:
         """int64 [1], how many ids there are."""
-        every = self.total(torch.tensor([columns], device=device))
+        every = self.total(torch.full((1,), columns, dtype=torch.int64, device=device))
         return every if vocab_size is None else every.clamp_max(vocab_size)
 
     def starts(self, start: int, device: torch.device) -> Tensor:
         """int64 [world], where every rank's columns begin."""
-        mine = torch.tensor([start], device=device)
+        mine = torch.full((1,), start, dtype=torch.int64, device=device)
         if self.group is None:
             return mine
         every = [torch.empty_like(mine) for _ in range(self.world)]
@@ -78,13 +79,18 @@ def order_value(key: Tensor) -> Tensor:
     return torch.where(bits >> 31 == 1, bits - (1 << 32), bits).int().view(torch.float32)
 
 
+def rounded(x: float) -> float:
+    """x in float32. On the host: a constant made into a tensor would be a copy to the device that waits for it."""
+    return float(struct.unpack("f", struct.pack("f", x))[0])
+
+
 def fused(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
     """a * b + c of float32 numbers, rounded once (up to ties of the float64 sum)."""
 
-    def wide(x: Tensor | float) -> Tensor:
-        return x.double() if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float32, device=a.device).double()
+    def wide(x: Tensor | float) -> Tensor | float:
+        return x.double() if isinstance(x, Tensor) else rounded(x)
 
-    return (wide(a) * wide(b) + wide(c)).float()
+    return (a.double() * wide(b) + wide(c)).float()
 
 
 def weights(x: Tensor, peak: Tensor, rate: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from specdec_kernels._sharded import (
     exponentials,
     order_key,
     order_value,
+    rounded,
     weights,
 )
 
@@ -50,7 +51,7 @@ class Law:
         for number in (p, least):
             fault |= number != number if number is not None else False
         self.tau = 1.0 / torch.where(self.is_point, 1.0, heat.clamp_max(1e36))
-        self.rate = self.tau * torch.tensor(LOG2E, dtype=torch.float32)
+        self.rate = self.tau * rounded(LOG2E)
         self.threshold = torch.full_like(self.peak, -torch.inf)
         self.last_tie = torch.full_like(self.argmax, NO_TIE)
         if least is not None:
@@ -97,10 +98,10 @@ class Law:
             bins = torch.zeros(len(key), 256, dtype=torch.int64, device=key.device)
             bins = self.shards.total(bins.scatter_add_(1, 255 - (key >> shift & 255), here))
             sums = above + bins.cumsum(1)
-            bin = (sums < wanted).sum(1, keepdim=True).clamp_max(255)
-            at = bins.gather(1, bin)
-            above = sums.gather(1, bin) - at
-            prefix = prefix << 8 | 255 - bin
+            found = (sums < wanted).sum(1, keepdim=True).clamp_max(255)
+            at = bins.gather(1, found)
+            above = sums.gather(1, found) - at
+            prefix = prefix << 8 | 255 - found
         value = order_value(prefix)
         tie = kept & (self.x == value)
         each = self.shards.largest(torch.where(tie, one, 0).amax(1, keepdim=True)).clamp_min(1)

@@ -9,7 +9,17 @@ from torch import Tensor
 
 from specdec_kernels import _ops
 from specdec_kernels._ops import Flag
-from specdec_kernels._sampling_args import LOGPROBS, Bias, Sampling, index_arg, logits_arg, vocab_arg
+from specdec_kernels._sampling_args import (
+    LOGPROBS,
+    Bias,
+    Sampling,
+    draft_sampling_args,
+    index_arg,
+    logits_arg,
+    request_args,
+    tree_arg,
+    vocab_arg,
+)
 from specdec_kernels._sharded import ACCEPT, BLOCK, MASK, MASS_SCALE, Shards, draw, order_key, order_value, weights
 from specdec_kernels._sharded_draw import Leftover, coins, draw_last
 from specdec_kernels._sharded_law import Law, reported
@@ -29,6 +39,7 @@ def _rows_of(sampling: Sampling, requests: Tensor) -> Sampling:
 
 def _check(op: str, return_logprobs: str | None, vocab_start: int) -> None:
     _ops.expect(op, "return_logprobs", return_logprobs in LOGPROBS, f"one of {LOGPROBS}", repr(return_logprobs))
+    _ops.expect_int(op, "vocab_start", vocab_start, 0, "a multiple of 32")
     _ops.expect(op, "vocab_start", vocab_start % 32 == 0, "a multiple of 32", vocab_start)
 
 
@@ -55,6 +66,7 @@ def sample_sharded(
     _check(op, return_logprobs, vocab_start)
     check_edits(op, rows, columns, allowed, bias)
     vocab_arg(op, vocab_size, columns, shard=True)
+    request_args(op, sampling)
     _ops.expect(op, "sampling", len(sampling.temperature) == rows, f"{rows} requests", len(sampling.temperature))
     seed, position = sampling.seed, sampling.position
     assert seed is not None
@@ -113,6 +125,10 @@ def verify_sharded(
     nodes, columns = logits_arg(op, "target_logits", target_logits).shape
     _check(op, return_logprobs, vocab_start)
     index_arg(op, "draft_token_ids", draft_token_ids, nodes)
+    request_args(op, sampling)
+    requests = len(sampling.temperature)
+    tree_arg(op, tree, nodes, requests)
+    draft_sampling_args(op, draft_sampling, requests)
     check_edits(op, nodes, columns, allowed, bias)
     vocab_arg(op, vocab_size, columns, shard=True)
     drawn = method in ("rejection", "block") and draft_logits is not None
@@ -129,8 +145,8 @@ def verify_sharded(
         _ops.expect_tensor(op, "uniforms", uniforms, (torch.float32, torch.float64), 1)
         _ops.expect(op, "uniforms", len(uniforms) == nodes, f"{nodes} entries", len(uniforms))
     siblings = max(tree.max_nodes - 1, 0) if max_siblings is None else max_siblings
-    _ops.expect(op, "max_siblings", siblings >= 0, "at least 0", siblings)
-    requests, width = len(sampling.temperature), tree.max_depth + 1
+    _ops.expect_int(op, "max_siblings", siblings, 0, "at least 0")
+    width = tree.max_depth + 1
     if not nodes or not requests:
         filler = target_logits.new_full((requests, width), -1, dtype=torch.int32)
         two = (2,) if return_logprobs == "both" else ()
@@ -285,15 +301,15 @@ class _Verification:
         b = (c[:, None] * (MASS_SCALE / q.mass.double())).float()
         w = torch.where(p.kept(), weights(p.x, p.peak, p.rate), 0.0) * a
         w = w - torch.where(q.kept(), weights(q.x, q.peak, q.rate), 0.0) * b
-        sum = (w.clamp_min(0.0).double() * RESIDUAL_SCALE).round().long().sum(1, keepdim=True)
+        left = (w.clamp_min(0.0).double() * RESIDUAL_SCALE).round().long().sum(1, keepdim=True)
         # a one-hot draft law leaves 1 - min(c, p): the rank that has its token says p
         here = q.ids == q.argmax
         column = here.int().argmax(1, keepdim=True)
         single = p.log_prob(p.x.gather(1, column), p.ids[column]).exp()
         single = torch.where(here.any(1, keepdim=True), single, 0.0)
-        sum = self.shards.total(torch.where(q.is_point, single.view(torch.int64), sum))
-        left = torch.where(q.is_point, 1.0 - torch.minimum(c[:, None], sum.view(torch.float64)), sum / RESIDUAL_SCALE)
-        return torch.where(q.is_empty, 1.0, left)[:, 0]
+        left = self.shards.total(torch.where(q.is_point, single.view(torch.int64), left))
+        point = 1.0 - torch.minimum(c[:, None], left.view(torch.float64))
+        return torch.where(q.is_empty, 1.0, torch.where(q.is_point, point, left / RESIDUAL_SCALE))[:, 0]
 
     def _walk(self, s: Scores, epsilon: float, delta: float) -> Ending:
         t = self.trees

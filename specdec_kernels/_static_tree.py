@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec_kernels import _ops
+from specdec_kernels._draft_tree import MAX_NODES
 
 
 class StaticTree(NamedTuple):
@@ -73,8 +74,8 @@ def sequoia_tree(
     op = "sequoia_tree"
     rates = [float(rate) for rate in acceptance_by_rank]
     _ops.expect(op, "acceptance_by_rank", all(0 <= r <= 1 for r in rates), "probabilities", rates)
-    _ops.expect(op, "num_nodes", 1 <= num_nodes <= 1024, "a value in [1, 1024]", num_nodes)
-    _ops.expect(op, "max_depth", max_depth >= 0, "a value of at least 0", max_depth)
+    _ops.expect_int(op, "num_nodes", num_nodes, 1, f"a value in [1, {MAX_NODES}]", MAX_NODES)
+    _ops.expect_int(op, "max_depth", max_depth, 0, "a value of at least 0")
 
     # subtree(n, d): best sum of path products in a tree of at most n nodes and depth d, and its children's sizes.
     # forest(n, d, k): the same for the children of rank >= k of one node, n nodes among them.

@@ -51,12 +51,6 @@ def _dense(op: str, argument: str, value: torch.Tensor) -> None:
     _ops.expect(op, argument, ok, "a dense last dimension (stride 1)", f"strides {value.stride()}")
 
 
-def _same_device(op: str, device: torch.device, **tensors: torch.Tensor | None) -> None:
-    for name, value in tensors.items():
-        if value is not None and value.device != device:
-            raise ValueError(f"{op}: {name}: expected device {device}, got {value.device}")
-
-
 def _caches(op: str, k_cache: torch.Tensor, v_cache: torch.Tensor, dtype: torch.dtype, kv_layout: str) -> int:
     """Check a pair of paged caches meeting activations of `dtype`; returns the number of KV heads."""
     _ops.expect(op, "kv_layout", kv_layout in ("NHD", "HND"), "'NHD' or 'HND'", repr(kv_layout))
@@ -171,10 +165,10 @@ def tree_attention(
     _index(op, "sinks", sinks, (num_q_heads,), torch.float32)
     _scale(op, "k_scale", k_scale, num_kv_heads)
     _scale(op, "v_scale", v_scale, num_kv_heads)
-    _ops.expect(op, "max_nodes", max_nodes >= 0, "a bound >= 0", max_nodes)
+    _ops.expect_int(op, "max_nodes", max_nodes, 0, "a bound >= 0")
     _ops.expect(op, "softcap", softcap >= 0.0, "a cap > 0, or 0 for none", softcap)
-    _ops.expect(op, "window", window >= -1, "a length, or -1 for none", window)
-    _ops.expect(op, "num_splits", num_splits >= 0, "a count >= 0", num_splits)
+    _ops.expect_int(op, "window", window, -1, "a length, or -1 for none")
+    _ops.expect_int(op, "num_splits", num_splits, 0, "a count >= 0")
     if tree_mask is not None:
         if causal is None:
             words = tree_mask.shape[1]
@@ -193,12 +187,6 @@ def tree_attention(
         _ops.expect_tensor(op, "out", out, q.dtype, 3)
         _ops.expect(op, "out", tuple(out.shape) == shape, f"shape {list(shape)}", list(out.shape))
         _dense(op, "out", out)
-    _same_device(
-        op, q.device, k_cache=k_cache, v_cache=v_cache, page_table=page_table, context_lens=context_lens,
-        cu_nodes=cu_nodes, tree_mask=tree_mask, query_start=query_start, causal=causal, positions=positions,
-        request_order=request_order, sinks=sinks, k_scale=k_scale, v_scale=v_scale, plan=plan, workspace=workspace,
-        out=out,
-    )  # fmt: skip
     native_cpu = q.device.type == "cpu" and backend in (None, "native")
     if workspace is None and not native_cpu and num_splits != 1 and not batch_invariant:
         bytes_needed = _workspace_bytes(
@@ -247,8 +235,6 @@ def write_kv(
     _index(op, "slot_mapping", slot_mapping, (num_rows,))
     _scale(op, "k_scale", k_scale, num_kv_heads)
     _scale(op, "v_scale", v_scale, num_kv_heads)
-    _same_device(op, k.device, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping, k_scale=k_scale,
-                 v_scale=v_scale)  # fmt: skip
     _ops.call(op, backend, k.device, k, v, slot_mapping, k_scale, v_scale, kv_layout, k_cache, v_cache)
 
 
@@ -273,9 +259,8 @@ def slot_mapping(
     _index(op, "context_lens", context_lens, (batch,))
     _index(op, "page_table", page_table, (batch, None))
     _index(op, "cu_nodes", cu_nodes, (batch + 1,))
-    _ops.expect(op, "page_size", page_size >= 1, "at least 1", page_size)
-    _ops.expect(op, "total_nodes", total_nodes >= 0, "a bound >= 0", total_nodes)
-    _same_device(op, page_table.device, context_lens=context_lens, cu_nodes=cu_nodes)
+    _ops.expect_int(op, "page_size", page_size, 1, "at least 1")
+    _ops.expect_int(op, "total_nodes", total_nodes, 0, "a bound >= 0")
     slots = page_table.new_empty(total_nodes)
     _ops.call(op, backend, page_table.device, page_table, context_lens, cu_nodes, page_size, slots)
     return slots
@@ -314,7 +299,6 @@ def merge_attention(
     _dense(op, "out_a", out_a)
     _dense(op, "out_b", out_b)
     _index(op, "sinks", sinks, (out_a.shape[1],), torch.float32)
-    _same_device(op, out_a.device, lse_a=lse_a, out_b=out_b, lse_b=lse_b, sinks=sinks)
     out = out_a.new_empty(out_a.shape)
     lse = lse_a.new_empty(lse_a.shape)
     _ops.call(op, backend, out_a.device, out_a, lse_a, out_b, lse_b, sinks, out, lse)
@@ -333,8 +317,8 @@ def _multiprocessors() -> int:
 
 
 def _workspace_bytes(
-    *, batch: int = 1, max_nodes: int = 1, num_q_heads: int = 1, num_kv_heads: int = 1, head_dim: int = 128,
-    v_dim: int | None = None, num_splits: int = 0, num_workers: int = 0, total_nodes: int = 0,
+    *, batch: int, max_nodes: int, num_q_heads: int, num_kv_heads: int, head_dim: int,
+    v_dim: int | None = None, num_splits: int = 0, num_workers: int = 0,
 ) -> int:  # fmt: skip
     """Two partial results (outputs, maxima, sums of a row tile) and a counter for each worker, and a plan."""
     rows = max_nodes * (num_q_heads // max(num_kv_heads, 1))
@@ -381,18 +365,20 @@ def plan_tree_attention(
     _index(op, "context_lens", context_lens, (batch,))
     _index(op, "cu_nodes", cu_nodes, (batch + 1,))
     _index(op, "request_order", request_order, (None,))
-    ok = num_kv_heads > 0 and num_q_heads > 0 and num_q_heads % num_kv_heads == 0
-    _ops.expect(op, "num_q_heads", ok, f"a multiple of {num_kv_heads} KV heads", num_q_heads)
+    _ops.expect_int(op, "num_kv_heads", num_kv_heads, 1, "at least 1")
+    _ops.expect_int(op, "num_q_heads", num_q_heads, 1, f"a multiple of {num_kv_heads} KV heads")
+    _ops.expect(
+        op, "num_q_heads", num_q_heads % num_kv_heads == 0, f"a multiple of {num_kv_heads} KV heads", num_q_heads
+    )
     dims = sorted({head for head, _ in HEAD_DIMS})
     _ops.expect(op, "head_dim", head_dim in dims, f"one of {dims}", head_dim)
-    _ops.expect(op, "max_nodes", max_nodes >= 0, "a bound >= 0", max_nodes)
-    _ops.expect(op, "window", window >= -1, "a length, or -1 for none", window)
-    _ops.expect(op, "num_workers", num_workers >= 0, "a count >= 0", num_workers)
+    _ops.expect_int(op, "max_nodes", max_nodes, 0, "a bound >= 0")
+    _ops.expect_int(op, "window", window, -1, "a length, or -1 for none")
+    _ops.expect_int(op, "num_workers", num_workers, 0, "a count >= 0")
     fields = _plan_fields(batch if request_order is None else request_order.shape[0])
     if out is None:
         out = context_lens.new_empty(fields)
     _index(op, "out", out, (fields,))
-    _same_device(op, context_lens.device, cu_nodes=cu_nodes, request_order=request_order, out=out)
     _ops.call(
         op, backend, context_lens.device, context_lens, cu_nodes, request_order, num_q_heads, num_kv_heads, head_dim,
         max_nodes, window, num_workers, batch_invariant, out,

@@ -45,6 +45,8 @@ class BucketPlan(NamedTuple):
 
     def bucket(self, k: int) -> Tensor:
         """Bucket k as a `request_order` of fixed size [B], -1 behind its members: no device value is read."""
+        last = len(self.bucket_sizes) - 1
+        _ops.expect_int("BucketPlan.bucket", "k", k, 0, f"a bucket in [0, {last}]", last)
         place = torch.arange(self.order.shape[0], dtype=torch.int64, device=self.order.device)
         place = place + self.bucket_offsets[k]
         members = self.order[place.clamp(max=max(0, self.order.shape[0] - 1))] if place.numel() else self.order
@@ -107,7 +109,7 @@ def pack_rows(x: Tensor, cu: Tensor, *, total: int, backend: str | None = None) 
     """
     op = "pack_rows"
     _expect_rows(op, x, 2, cu)
-    _ops.expect(op, "total", total >= 0, "a value of at least 0", total)
+    _ops.expect_int(op, "total", total, 0, "a value of at least 0")
     out = torch.empty(total, *x.shape[2:], dtype=x.dtype, device=x.device)
     _ops.call(op, backend, x.device, x, cu, out)
     return out
@@ -120,7 +122,7 @@ def unpack_rows(x: Tensor, cu: Tensor, *, max_rows: int, backend: str | None = N
     """
     op = "unpack_rows"
     _expect_rows(op, x, 1, cu)
-    _ops.expect(op, "max_rows", max_rows >= 0, "a value of at least 0", max_rows)
+    _ops.expect_int(op, "max_rows", max_rows, 0, "a value of at least 0")
     _ops.expect(op, "cu", cu.shape[0] >= 1, "shape [B + 1]", list(cu.shape))
     out = torch.empty(cu.shape[0] - 1, max_rows, *x.shape[1:], dtype=x.dtype, device=x.device)
     _ops.call(op, backend, x.device, x, cu, out)

@@ -70,10 +70,13 @@ def kv_handle(k_caches: Caches, v_caches: Caches, *, kv_layout: str = "NHD") -> 
     return KVHandle(keys, values, page_size, kv_layout)
 
 
-def _group(op: str, k_caches: Caches | KVHandle, v_caches: Caches | None, kv_layout: str) -> KVHandle:
+def _group(op: str, k_caches: Caches | KVHandle, v_caches: Caches | None, kv_layout: str | None) -> KVHandle:
     if isinstance(k_caches, KVHandle):
         _ops.expect(op, "v_caches", v_caches is None, "None beside a handle", type(v_caches).__name__)
+        own = k_caches.kv_layout
+        _ops.expect(op, "kv_layout", kv_layout in (None, own), f"the handle's {own!r}, or None", repr(kv_layout))
         return k_caches
+    kv_layout = "NHD" if kv_layout is None else kv_layout
     if v_caches is None:
         raise TypeError(f"{op}: v_caches: expected a tensor or a list of tensors, got None (only a handle has both)")
     keys = _listed(op, "k_caches", k_caches)
@@ -89,14 +92,15 @@ def commit_kv(
     accepted_nodes: Tensor,
     num_emitted: Tensor,
     *,
-    kv_layout: str = "NHD",
+    kv_layout: str | None = None,
     page_size: int | None = None,
     request_order: Tensor | None = None,
     backend: str | None = None,
 ) -> None:
     """Move the KV of each request's accepted nodes to positions L, L + 1, ... in every layer, as if simultaneously.
 
-    k_caches*, v_caches*: the caches (see the module) or a `kv_handle` and None. page_table: int32 [B, max_pages].
+    k_caches*, v_caches*: the caches (see the module) or a `kv_handle` and None. kv_layout: "NHD" (None) or "HND"; a
+    handle has its own. page_table: int32 [B, max_pages].
     context_lens: int32 [B], L before `advance`; node j's KV lies at position L + j. cu_nodes: int32 [B + 1].
     accepted_nodes: int32 [B, W], local, root first, -1 behind the path, num_emitted: int32 [B], how many of them
     count (as `verify` or `truncate` return them). page_size: checked against the caches if given. request_order:
@@ -145,7 +149,7 @@ def copy_pages(
     SPECDEC_CHECK=1 raises ValueError if one is.
     """
     op = "copy_pages"
-    group = _group(op, k_caches, v_caches, "NHD")
+    group = _group(op, k_caches, v_caches, None)
     _ops.expect_tensor(op, "src", src, torch.int32, 1)
     _ops.expect_tensor(op, "dst", dst, torch.int32, 1)
     if _ops.checking() and src.device.type != "meta":

@@ -26,10 +26,12 @@ from specdec_kernels._sampling_args import (
     LOGPROBS,
     Bias,
     Sampling,
+    draft_sampling_args,
     edit_args,
     index_arg,
     logits_arg,
     request_args,
+    tree_arg,
     vocab_arg,
 )
 from specdec_kernels.tree import DraftTree
@@ -147,19 +149,10 @@ def verify(
     index_arg(op, "draft_token_ids", draft_token_ids, nodes)
     sampling_tensors = request_args(op, sampling)
     requests = sampling.temperature.shape[0]
-    if not hasattr(tree, "cu_nodes"):
-        raise TypeError(f"{op}: tree: expected a DraftTree (build_tree, chain_tree), got {type(tree).__name__}")
-    got = tree.cu_nodes.shape[0] - 1
-    if got != requests:
-        _ops.expect(op, "tree", False, f"{requests} requests as in sampling", got)
-    index_arg(op, "tree", tree.parents, nodes)
+    tree_arg(op, tree, nodes, requests)
     if draft_logits is not None:
         logits_arg(op, "draft_logits", draft_logits)
         index_arg(op, "draft_lse", draft_lse, draft_logits.shape[0], torch.float32)
-    draft_args: list[Tensor | None] = [None] * 4
-    if draft_sampling is not None:
-        d = draft_sampling
-        draft_args = [d.temperature, d.top_k, d.top_p, d.min_p]
     device, width = target_logits.device, tree.max_depth + 1
     new = torch.empty if request_order is None else torch.zeros
     output_token_ids = new((requests, width), dtype=torch.int32, device=device)
@@ -187,7 +180,7 @@ def verify(
         *sampling_tensors,
         draft_logits,
         index_arg(op, "draft_rows", draft_rows, nodes),
-        *draft_args,
+        *draft_sampling_args(op, draft_sampling, requests),
         index_arg(op, "draft_log_probs", draft_log_probs, nodes, torch.float32),
         *(draft_lse, d2t, t2d),
         *edit_args(op, allowed, bias),
@@ -270,7 +263,8 @@ class Drafted(NamedTuple):
     lse: Tensor
 
 
-def _drafted(rows: int, k: int, device: torch.device) -> Drafted:
+def _drafted(op: str, rows: int, k: int, device: torch.device) -> Drafted:
+    _ops.expect_int(op, "k", k, 1, "a value in [1, 1024]", 1024)
     ids = torch.empty((rows, k), dtype=torch.int32, device=device)
     log_probs = torch.empty((rows, k), dtype=torch.float32, device=device)
     return Drafted(ids, log_probs, torch.empty((rows,), dtype=torch.float32, device=device))
@@ -297,12 +291,13 @@ def draft_topk(
 ) -> Drafted:
     """The k most likely tokens of every row of draft logits [R, Vd], best first (equal logits: lowest draft id first).
 
-    Deterministic proposals (EAGLE-2): verify them with `draft_rows` -1. log_probs and lse are those of the softmax at
-    `temperature` (default 1). Columns whose target id (column + d2t[column]) is outside [0, vocab_size) do not exist.
+    Deterministic proposals (EAGLE-2): verify them with `draft_rows` -1. k: 1 to 1024. log_probs and lse are those of
+    the softmax at `temperature` (default 1). Columns whose target id (column + d2t[column]) is outside [0, vocab_size)
+    do not exist.
     """
     op = "draft_topk"
     rows, columns = logits_arg(op, "logits", logits).shape
-    out = _drafted(rows, k, logits.device)
+    out = _drafted(op, rows, k, logits.device)
     limit = _draft_vocab(op, vocab_size, d2t, columns)
     scale = 1.0 if temperature is None else float(temperature)
     _ops.call(op, backend, logits.device, logits, d2t, k, scale, limit, *out)
@@ -322,7 +317,7 @@ def draft_sample(
     vocab_size: int | None = None,
     backend: str | None = None,
 ) -> Drafted:
-    """k siblings without replacement from every row of draft logits [R, Vd], in draw order (Gumbel top-k).
+    """k (1 to 1024) siblings without replacement of every row of draft logits [R, Vd], in draw order (Gumbel top-k).
 
     row_requests: int32 [R]; row_positions: int64 [R], the output position the siblings compete for; row_paths: int32
     [R], any number that tells the parents of one step apart (a node index will do): their noise is independent.
@@ -332,7 +327,7 @@ def draft_sample(
     """
     op = "draft_sample"
     rows, columns = logits_arg(op, "logits", logits).shape
-    out = _drafted(rows, k, logits.device)
+    out = _drafted(op, rows, k, logits.device)
     _ops.expect_tensor(op, "row_requests", row_requests, torch.int32, 1)
     _ops.expect_tensor(op, "row_positions", row_positions, torch.int64, 1)
     _ops.call(
@@ -371,9 +366,9 @@ def verify_probs(
     """
     op = "verify_probs"
     _ops.expect(op, "method", method in ("rejection", "target_only"), "'rejection' or 'target_only'", repr(method))
-    _ops.expect_tensor(op, "target_probs", target_probs, torch.float32, 2)
-    nodes, requests = target_probs.shape[0], tree.cu_nodes.shape[0] - 1
-    _ops.expect(op, "tree", tree.parents.shape[0] == nodes, f"{nodes} nodes as in target_probs", tree.parents.shape[0])
+    nodes = _ops.expect_tensor(op, "target_probs", target_probs, torch.float32, 2).shape[0]
+    tree_arg(op, tree, nodes)
+    requests = tree.cu_nodes.shape[0] - 1
     if draft_probs is not None:
         _ops.expect_tensor(op, "draft_probs", draft_probs, torch.float32, 2)
     device, width = target_probs.device, tree.max_depth + 1

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec_kernels import _ops
 from specdec_kernels import _tree_layouts as _layouts
-from specdec_kernels._draft_tree import DraftTree
+from specdec_kernels._draft_tree import MAX_NODES, DraftTree
 from specdec_kernels._dynamic_tree import (
     Candidates,
     ExpandedLevel,
@@ -52,8 +52,6 @@ __all__ = [
     "unpack_mask",
 ]
 
-MAX_NODES = 1024  # nodes of one request, root included
-
 
 def _allocate(nodes: int, requests: int, max_nodes: int, device: torch.device) -> list[Tensor]:
     """Uninitialised parents, tree_mask, depths, positions, first_child, next_sibling, flags."""
@@ -69,10 +67,10 @@ def _assemble(out: list[Tensor], cu_nodes: Tensor, max_nodes: int, max_depth: in
 
 
 def _bounds(op: str, max_nodes: int, max_depth: int | None) -> int:
-    _ops.expect(op, "max_nodes", 0 <= max_nodes <= MAX_NODES, f"a value in [0, {MAX_NODES}]", max_nodes)
+    _ops.expect_int(op, "max_nodes", max_nodes, 0, f"a value in [0, {MAX_NODES}]", MAX_NODES)
     if max_depth is None:
         return max(0, max_nodes - 1)
-    _ops.expect(op, "max_depth", 0 <= max_depth <= MAX_NODES, f"a value in [0, {MAX_NODES}]", max_depth)
+    _ops.expect_int(op, "max_depth", max_depth, 0, f"a value in [0, {MAX_NODES}]", MAX_NODES)
     return max_depth
 
 
@@ -133,7 +131,7 @@ def chain_tree(
     op = "chain_tree"
     _ops.expect_tensor(op, "num_drafts", num_drafts, torch.int32, 1)
     _ops.expect_tensor(op, "context_lens", context_lens, torch.int32, 1)
-    _ops.expect(op, "total_nodes", total_nodes >= 0, "a value of at least 0", total_nodes)
+    _ops.expect_int(op, "total_nodes", total_nodes, 0, "a value of at least 0")
     max_depth = _bounds(op, max_nodes, None)
     requests = num_drafts.shape[0]
     out = _allocate(total_nodes, requests, max_nodes, num_drafts.device)
@@ -158,7 +156,7 @@ def unpack_mask(words: Tensor, num_columns: int, *, backend: str | None = None) 
     """Unpack int32 words [N, W] into a boolean mask [N, num_columns], num_columns <= 32 W."""
     _ops.expect_tensor("unpack_mask", "words", words, torch.int32, 2)
     limit = 32 * words.shape[1]
-    _ops.expect("unpack_mask", "num_columns", 0 <= num_columns <= limit, f"a value in [0, {limit}]", num_columns)
+    _ops.expect_int("unpack_mask", "num_columns", num_columns, 0, f"a value in [0, {limit}]", limit)
     mask = torch.empty(words.shape[0], num_columns, dtype=torch.bool, device=words.device)
     _ops.call("unpack_mask", backend, words.device, words, mask)
     return mask
@@ -226,7 +224,7 @@ def from_layout(
     if not isinstance(source, (SGLangTree, TensorRTTree, MedusaTree, FlashInferMask)):
         raise TypeError(f"{op}: source: expected what to_layout returns, got {type(source).__name__}")
     if isinstance(source, SGLangTree) and context_lens is None:
-        context_lens = source.positions.view(source.retrive_index.shape)[:, 0].int()
+        context_lens = source.positions.view(source.retrive_index.shape)[:, :1].sum(1).int()
     if context_lens is None:
         raise TypeError(f"{op}: context_lens: expected int32 [B], got None")
     parents, cu_nodes, nodes = _layouts.parents_of(source, context_lens, max_nodes, backend)

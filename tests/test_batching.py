@@ -100,3 +100,11 @@ def test_bad_input_is_named():
         pack_rows(torch.zeros(2, 3, 4, 5).transpose(2, 3), ints([0, 1, 2]), total=3)
     with pytest.raises(ValueError, match=r"^unpack_rows: max_rows: expected a value of at least 0, got -1"):
         unpack_rows(torch.zeros(2, 3), ints([0, 1]), max_rows=-1)
+
+
+@pytest.mark.parametrize("k", [-1, 2])
+def test_a_bucket_that_does_not_exist_is_named(k):
+    plan = plan_buckets(torch.tensor([1, 5, 2], dtype=torch.int32), [2, 8])
+    assert plan.bucket(1).tolist() == [1, -1, -1]
+    with pytest.raises(ValueError, match=rf"^BucketPlan.bucket: k: expected a bucket in \[0, 1\], got {k}"):
+        plan.bucket(k)

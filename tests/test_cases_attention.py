@@ -108,9 +108,8 @@ def test_TM_06_one_workspace_for_changing_batches(backend, num_splits):
     rng = rng_of("TM-06 batches")
     problems = [build([random_tree(int(n), rng) for n in rng.integers(1, 40, b)], rng.integers(0, 200, b).tolist(), rng,
                       dtype=torch.bfloat16, max_nodes=64) for b in (4, 2, 8, 1, 4)]  # fmt: skip
-    biggest = max(len(p.tensors["q"]) for p in problems)
     bytes_needed = workspace_size(
-        "tree_attention", batch=8, total_nodes=biggest, max_nodes=64, num_q_heads=4, num_kv_heads=2, head_dim=64,
+        "tree_attention", batch=8, max_nodes=64, num_q_heads=4, num_kv_heads=2, head_dim=64,
         v_dim=64, num_splits=num_splits,
     )  # fmt: skip
     guarded = torch.zeros(bytes_needed + 128, dtype=torch.uint8, device=backend.device)

@@ -176,7 +176,7 @@ def test_PF_02_second_call_allocates_nothing(backend):
     rng = rng_of("PF-02 memory")
     problem = build([random_tree(9, rng), chain(3)], [300, 4], rng, max_nodes=16).to(backend.device)
     t = problem.tensors
-    needed = workspace_size("tree_attention", batch=2, total_nodes=len(t["q"]), max_nodes=16, num_q_heads=4,
+    needed = workspace_size("tree_attention", batch=2, max_nodes=16, num_q_heads=4,
                             num_kv_heads=2, head_dim=64, v_dim=64)  # fmt: skip
     workspace = torch.zeros(needed, dtype=torch.uint8, device=backend.device)
     out = torch.empty(len(t["q"]), 4, 64, device=backend.device)

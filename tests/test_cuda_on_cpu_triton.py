@@ -122,3 +122,18 @@ def test_a_triton_kernel_that_leaves_its_tensor_is_reported():
     assert torch.equal(out[:60], x[:60])
     with pytest.raises(EmulationError, match=r"outside every tensor \(0 bytes past the end of 'temporary'\)"):
         copy[(1,)](x[:32], out, 60, N=64, num_warps=1)
+
+
+def test_tables_that_graphs_read_are_kept():
+    """However many other groups of caches a process has."""
+    from specdec_kernels._triton import kv as rooms
+
+    cpu = torch.device("cpu")
+
+    def group(address: int) -> torch.Tensor:
+        return rooms._group_of("commit_kv", ((address, 4, (2, 4, 1, 8), (32, 8, 8, 1)),), 1, False, cpu).table
+
+    first = group(4096)
+    for address in range(8192, 8192 + 4096 * 80, 4096):
+        group(address)
+    assert group(4096) is first

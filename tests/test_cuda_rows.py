@@ -10,7 +10,7 @@ import torch
 import specdec_kernels as sk
 from tests.conftest import Backend
 from tests.cuda_paths import same
-from tests.sampling_helpers import bit_rows
+from tests.sampling_helpers import bit_rows, sampling_tensors
 
 INF, NAN = float("inf"), float("nan")
 FILTERS = [
@@ -49,7 +49,7 @@ def test_filtered_rows(kind: str, V: int, dtype: torch.dtype, gpu: Backend):
     filters = FILTERS if V < 1000 else FILTERS[1::4]
     logits = rows_of(kind, len(filters), V).to(dtype)
     columns = {name: [f[name] for f in filters] for name in filters[0]}
-    sampling = sk.Sampling.of(len(filters), seed=list(range(len(filters))), position=7, **columns)
+    sampling = sampling_tensors(len(filters), position=7, **columns)
     same(gpu, "filter_rows", logits, sampling)
     same(gpu, "sample", logits, sampling, return_logprobs="both")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -30,3 +32,43 @@ SOURCES = "\n".join(p.read_text() for p in [ROOT / "setup.py", *sorted((ROOT / "
 def test_quoted_messages_are_the_packages_own(words: str):
     assert words in PAGE
     assert words in SOURCES
+
+
+def test_every_variable_that_is_read_is_in_the_table():
+    read = set(re.findall(r"[\"'](SPECDEC_(?!BUILD)[A-Z]+)[\"']", SOURCES))
+    assert read == {"SPECDEC_BACKEND", "SPECDEC_LOG", "SPECDEC_CHECK", "SPECDEC_NVTX"}
+    for name in read:
+        assert f"| `{name}` |" in PAGE
+
+
+def test_the_map_of_the_engine_has_every_file():
+    tables = [line for line in (ROOT / "docs" / "engine.md").read_text().splitlines() if line.startswith("| `")]
+    files = {path.name for path in (ROOT / "specdec_kernels" / "engine").glob("*.py")} - {"__init__.py"}
+    assert {name for name in files if not any(f"`{name}`" in line for line in tables)} == set()
+
+
+def test_claims_are_quoted_as_they_were_recorded():
+    """README, advisor and training say what the newest runs of the claims with heads say."""
+    found = {}
+    for name in ("tree_vs_chain", "eagle_vs_medusa", "levers"):
+        path = ROOT / "benchmarks" / "results" / "epyc-zen4-2cores" / "claims" / f"{name}.json"
+        found[name] = json.loads(path.read_text())["figures"]
+    advisor, training, readme = ((ROOT / p).read_text() for p in ("docs/advisor.md", "docs/training.md", "README.md"))
+    rows = {name: next(line for line in advisor.splitlines() if line.startswith(f"| `{name}`")) for name in found}
+    trees, heads = (found[name]["cells"] for name in ("tree_vs_chain", "eagle_vs_medusa"))
+
+    def both(cell: dict) -> str:
+        return f"{cell['tokens_a_step']:.2f} and {cell['speedup']:.2f}x"
+
+    tree, line = trees["dynamic tree/8"], trees["chain/8"]
+    assert f"8 nodes: {both(tree).replace(' and', ' tokens and')}, chain {both(line)}" in rows["tree_vs_chain"]
+    best = [max(heads[f"{kind}/{n}"]["speedup"] for n in (8, 16)) for kind in ("eagle3", "medusa")]
+    assert f"{best[0]:.2f}x and {best[1]:.2f}x" in rows["eagle_vs_medusa"]
+    gains = found["levers"]["gains"]
+    said = {"prefix mode": "prefix mode", "batch scheduling": "scheduling", "depth": "depth", "draft quality": "draft quality"}  # fmt: skip  # noqa: E501
+    words = ", ".join(f"{said[name]} {min(gains[name]):.2f}x" for name in found["levers"]["ranked"])
+    assert words in rows["levers"]
+    for cell in (tree, line, *(heads[f"{kind}/{n}"] for kind in ("eagle3", "medusa", "mtp") for n in (8, 16))):
+        median, total = (f"{cell[key]:.2f}" for key in ("speedup", "speedup_total"))
+        assert re.search(rf"\| {cell['tokens_a_step']:.2f} \| {median} \([^)]*\) \| {total} \|", training)
+    assert f"**{tree['speedup_total']:.1f} times** plain decoding" in readme

@@ -192,3 +192,13 @@ def test_bad_input_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SPECDEC_CHECK", "1")
     with pytest.raises(ValueError, match=r"^copy_pages: dst: expected distinct pages that are no sources"):
         copy_pages(k, k, ints([0, 1]), ints([1, 2]))
+
+
+def test_another_layout_beside_a_handle_is_refused():
+    caches = torch.zeros(2, 3, 4, 1, 8), torch.zeros(2, 3, 4, 1, 8)
+    handle, one = kv_handle(*caches), torch.zeros(1, dtype=torch.int32)
+    step = (torch.zeros(1, 2, dtype=torch.int32), one, torch.arange(2, dtype=torch.int32), one[None], one)
+    for same in (None, "NHD"):
+        commit_kv(handle, None, *step, kv_layout=same)
+    with pytest.raises(ValueError, match=r"^commit_kv: kv_layout: expected the handle's 'NHD', or None, got 'HND'"):
+        commit_kv(handle, None, *step, kv_layout="HND")

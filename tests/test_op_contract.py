@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,3 +149,95 @@ def test_none_for_a_tensor_is_named():
         sk.verify(logits, ids, None, sampling, method="greedy")
     with pytest.raises(ValueError, match="verify: vocab_size: expected 1 to 9 ids, the logits' columns, got 10"):
         sk.verify(logits, ids, tree, sampling, method="greedy", vocab_size=10)
+
+
+NODE = torch.zeros(2, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (lambda: sk.build_tree(NODE, NODE, NODE[:1], max_nodes="4"), "build_tree: max_nodes: expected an int, got '4'"),
+        (lambda: sk.build_tree(NODE, NODE, NODE[:1], max_nodes=4, max_depth=2.0),
+         "build_tree: max_depth: expected an int, got 2.0"),
+        (lambda: sk.build_tree(NODE, NODE, NODE[:1], max_nodes=torch.tensor(4)),
+         "build_tree: max_nodes: expected an int, got a tensor"),
+        (lambda: sk.chain_tree(NODE, NODE, total_nodes=None, max_nodes=2),
+         "chain_tree: total_nodes: expected an int, got None"),
+        (lambda: sk.unpack_mask(NODE[None], "3"), "unpack_mask: num_columns: expected an int, got '3'"),
+        (lambda: sk.slot_mapping(NODE[None], NODE[:1], NODE, "16", total_nodes=2),
+         "slot_mapping: page_size: expected an int, got '16'"),
+        (lambda: sk.sequoia_tree([0.5], "8", 3), "sequoia_tree: num_nodes: expected an int, got '8'"),
+        (lambda: sk.pack_rows(torch.zeros(1, 2), NODE, total="2"), "pack_rows: total: expected an int, got '2'"),
+        (lambda: sk.draft_topk(torch.zeros(1, 9), "3"), "draft_topk: k: expected an int, got '3'"),
+        (lambda: sk.expand_tree(torch.zeros(1, 1), torch.zeros(1, 1, 2), "3"),
+         "expand_tree: k: expected an int, got '3'"),
+        (lambda: sk.sample(torch.zeros(1, 9), sk.Sampling.of(1), vocab_size="9"),
+         "sample: vocab_size: expected an int, got '9'"),
+        (lambda: sk.sample_sharded(torch.zeros(1, 9), sk.Sampling.of(1), vocab_start="0", group=None),
+         "sample_sharded: vocab_start: expected an int, got '0'"),
+        (lambda: sk.plan_tree_attention(NODE[:1], NODE, num_q_heads="4", num_kv_heads=2, head_dim=64, max_nodes=2),
+         "plan_tree_attention: num_q_heads: expected an int, got '4'"),
+    ],
+)  # fmt: skip
+def test_host_integers_of_another_type_are_named(run, message: str):
+    with pytest.raises(TypeError, match="^" + re.escape(message)):
+        run()
+
+
+@pytest.mark.parametrize("op", BUILT)
+def test_triton_ops_say_that_cpu_tensors_are_not_theirs(op: str, monkeypatch: pytest.MonkeyPatch):
+    arguments = out_variant_arguments(op, monkeypatch)
+    with pytest.raises(NotImplementedError, match=f"^{op}: backend: Triton kernels take CUDA tensors, got cpu"):
+        getattr(torch.ops.specdec_triton, op).default(*arguments)
+    assert not _ops.supports(op, "triton", "cpu")
+
+
+def test_workspaces_name_their_bounds():
+    bounds = dict(batch=2, max_nodes=8, num_q_heads=4, num_kv_heads=2, head_dim=64)
+    assert sk.workspace_size("tree_attention", **bounds) > 0
+    assert sk.workspace_size("advance") == 0
+    words = "batch, max_nodes, num_q_heads, num_kv_heads, head_dim, [v_dim], [num_splits], [num_workers]"
+    for wrong in ({"batch": 2}, bounds | {"total_nodes": 9}):  # one forgotten: too small a workspace
+        with pytest.raises(ValueError, match=re.escape(f"workspace_size: bounds: expected {words} for tree_attention")):
+            sk.workspace_size("tree_attention", **wrong)
+    page = (Path(__file__).parents[1] / "docs" / "ops.md").read_text()
+    for op in _ops._WORKSPACES:
+        assert f'`workspace_size("{op}", {", ".join(f"{name}=" for name in _ops.workspace_bounds(op))})`' in page
+
+
+RUNS = "import torch, os, specdec_kernels as sk; x = torch.ones(1, dtype=torch.int32); "
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", RUNS + code], cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120,
+        env={name: value for name, value in os.environ.items() if not name.startswith("SPECDEC_")} | environment,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "on"), [("true", True), ("off", False)])
+def test_switches_in_the_environment_are_words_or_numbers(value: str, on: bool):
+    code = "sk.build_tree(-x - x, torch.tensor([0, 1]).int(), x, max_nodes=1)"
+    done = python(code, SPECDEC_LOG=value, SPECDEC_NVTX=value, SPECDEC_CHECK=value)
+    assert ("build_tree(" in done.stderr) == on
+    assert ("ValueError: build_tree: parents: expected well-formed trees" in done.stderr) == on
+    assert done.returncode == on
+
+
+def test_what_switches_a_variable_off(monkeypatch: pytest.MonkeyPatch):
+    words = {"1": True, "2": True, "yes": True, "True": True} | dict.fromkeys(
+        ("", "0", " 0", "False", "no", "OFF"), False
+    )
+    for word, on in words.items():
+        monkeypatch.setenv("SPECDEC_CHECK", word)
+        assert _ops.checking() == on, word
+
+
+def test_the_backend_in_the_environment_is_read_at_the_import():
+    """Before an op's first call and after it the same: it is not looked at again."""
+    done = python("sk.advance(x, x.clone())", SPECDEC_BACKEND="triton")
+    assert "NotImplementedError: advance: backend: triton on cpu is not built" in done.stderr
+    done = python("sk.advance(x, x.clone()); os.environ['SPECDEC_BACKEND'] = 'triton'; sk.advance(x, x.clone()); "
+                  "sk.copy_pages(torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8), x, x)")  # fmt: skip
+    assert done.returncode == 0, done.stderr

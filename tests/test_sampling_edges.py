@@ -246,7 +246,7 @@ def test_bad_arguments_are_named(argument, backend: Backend):
 
 
 def test_the_wrong_one_of_several_lists_is_named():
-    with pytest.raises(ValueError, match=r"^Sampling: top_p: expected 2 values, got 1"):
+    with pytest.raises(ValueError, match=r"^Sampling.of: top_p: expected 2 values, got 1"):
         sk.Sampling.of(2, temperature=[1.0, 0.5], top_p=[0.9])
 
 
@@ -269,3 +269,74 @@ def test_block_on_a_tree_is_a_fault_of_that_request(backend: Backend):
     assert int(out.flags[0]) & sk.Flag.TREE
     assert int(out.flags[1]) == 0
     assert 0 <= emitted(out, 0)[-1] < 5
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"temperature": -1.0}, "temperature: expected a finite number >= 0, got -1.0"),
+        ({"temperature": [1.0, np.nan]}, "temperature: expected a finite number >= 0, got nan"),
+        ({"temperature": np.inf}, "temperature: expected a finite number >= 0, got inf"),
+        ({"top_p": 0}, r"top_p: expected a number in \(0, 1\], got 0"),
+        ({"top_p": [0.5, 2.0]}, r"top_p: expected a number in \(0, 1\], got 2.0"),
+        ({"top_k": -5}, r"top_k: expected an int >= 0 \(0: off\), got -5"),
+        ({"top_k": np.array([3, -1])}, r"top_k: expected an int >= 0 \(0: off\), got -1"),
+        ({"min_p": 1.5}, r"min_p: expected a number in \[0, 1\], got 1.5"),
+    ],
+)
+def test_host_numbers_outside_their_range_are_refused(numbers, message):
+    with pytest.raises(ValueError, match=f"^Sampling.of: {message}$"):
+        sk.Sampling.of(2, **numbers)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"temperature": "0.5"}, "temperature: expected a number, or one a request, got '0.5'"),
+        ({"temperature": [1.0, "0.5"]}, "temperature: expected a number, got '0.5'"),
+        ({"top_k": 5.5}, "top_k: expected an int, got 5.5"),
+        ({"seed": [1, 2.5]}, "seed: expected an int, got 2.5"),
+    ],
+)
+def test_host_values_that_are_no_numbers_are_refused(numbers, message):
+    with pytest.raises(TypeError, match=f"^Sampling.of: {message}$"):
+        sk.Sampling.of(2, **numbers)
+
+
+def test_tensors_of_parameters_are_not_read():
+    """On the device the same numbers are what they were: switched off, or a flag of their request."""
+    made = sk.Sampling.of(2, temperature=torch.tensor([-1.0, 1.0]), top_p=torch.tensor([2.0, 0.0]), top_k=torch.tensor([-5, 0]))  # fmt: skip  # noqa: E501
+    out = sk.sample(torch.tensor([[0.0, 3.0, 1.0]]).repeat(2, 1), made)
+    assert out.flags.tolist() == [sk.Flag.PARAMETER, 0]
+    assert out.token_ids.tolist() == [1, 1]
+    with torch._subclasses.fake_tensor.FakeTensorMode():  # whoever reads a value raises
+        sk.Sampling.of(2, temperature=torch.ones(2), seed=torch.arange(2))
+    edges = sk.Sampling.of(3, temperature=[0, 1e-5, 2], top_k=range(3), top_p=1, min_p=np.float32(1), seed=2**62)
+    assert edges.top_k.tolist() == [0, 1, 2]
+    assert edges.seed.tolist() == [2**62] * 3
+    assert edges.min_p.dtype == torch.float32
+
+
+@pytest.mark.parametrize("k", [-1, 0, 1025])
+def test_numbers_of_drafts_are_bounded(k, backend: Backend):
+    logits, sampling = torch.zeros(1, 2000, device=backend.device), sampling_tensors(1, backend.device)
+    place = {"row_requests": ints([0], backend.device), "row_positions": torch.zeros(1, dtype=torch.int64, device=backend.device)}  # fmt: skip  # noqa: E501
+    with pytest.raises(ValueError, match=rf"^draft_topk: k: expected a value in \[1, 1024\], got {k}"):
+        sk.draft_topk(logits, k, **backend.kwargs)
+    with pytest.raises(ValueError, match=rf"^draft_sample: k: expected a value in \[1, 1024\], got {k}"):
+        sk.draft_sample(logits, k, sampling, **place, **backend.kwargs)
+
+
+def test_arguments_of_another_type_are_named():
+    tree, sampling, logits, ids = tree_tensors([chain(1)]), sampling_tensors(1), torch.zeros(2, 5), ints([0, 1])
+    with pytest.raises(TypeError, match=r"^verify: draft_sampling: expected a Sampling, got dict"):
+        sk.verify(logits, ids, tree, sampling, method="rejection", draft_logits=logits[:1], draft_sampling={})
+    shape = sk.Sampling(sampling.temperature, top_p=torch.ones(2))
+    with pytest.raises(ValueError, match=r"^verify: draft_sampling top_p: expected 1 entries, got 2"):
+        sk.verify(logits, ids, tree, sampling, method="rejection", draft_logits=logits[:1], draft_sampling=shape)
+    with pytest.raises(TypeError, match=r"^verify_probs: tree: expected a DraftTree .*, got list"):
+        sk.verify_probs(logits, ids, [-1, 0], logits[:, 0], logits[:1, 0], method="rejection")
+    with pytest.raises(ValueError, match=r"^verify_probs: tree: expected 3 entries, got 2"):
+        sk.verify_probs(torch.zeros(3, 5), ids, tree, logits[:, 0], logits[:1, 0], method="rejection")
+    with pytest.raises(ValueError, match=r"^filter_rows: vocab_size: expected 1 to 5 ids, the logits' columns, got 6"):
+        sk.filter_rows(logits[:1], sampling, vocab_size=6)

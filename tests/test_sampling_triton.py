@@ -39,7 +39,7 @@ def test_filtered_rows(kind: str, V: int, dtype: torch.dtype, twin: Backend):
     filters = FILTERS[::3]
     R, edits = len(filters), {}
     logits = rows_of(kind, R, V).to(dtype)
-    sampling = sk.Sampling.of(R, **{name: [f[name] for f in filters] for name in filters[0]})
+    sampling = sampling_tensors(R, **{name: [f[name] for f in filters] for name in filters[0]})
     if kind == "faulty":
         edits["allowed"] = bit_rows([range(r % 2, V, 2) for r in range(R)], V)
         edits["bias"] = (torch.arange(R + 1).int(), torch.randint(0, V, (R,)).int(), torch.randn(R) * 5)

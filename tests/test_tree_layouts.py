@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from python_ref import tree_layouts as ref
 from specdec_kernels import _ops
-from specdec_kernels.tree import DraftTree, build_tree, check_d2t, from_layout, static_tree, to_layout
+from specdec_kernels.tree import DraftTree, SGLangTree, build_tree, check_d2t, from_layout, static_tree, to_layout
 from tests.fuzz import fuzz
 
 
@@ -194,3 +194,10 @@ def test_VT_01_an_absent_map_is_identity_only_for_equal_sizes():
     assert check_d2t(None, draft_vocab_size=6, target_vocab_size=6, kind="offset") == (None, None)
     with pytest.raises(ValueError, match=r"^check_d2t: d2t: expected a map from 3 to 6 ids, got None"):
         check_d2t(None, draft_vocab_size=3, target_vocab_size=6, kind="offset")
+
+
+def test_sglang_buffers_of_no_nodes():
+    none = torch.zeros(3, 0, dtype=torch.int64)
+    tree = from_layout(SGLangTree(none[0].bool(), none[0], none, none, none, "QLEN_ONLY"))
+    assert tree.cu_nodes.tolist() == [0, 0, 0, 0]
+    assert tree.flags.tolist() == [0, 0, 0]

@@ -302,3 +302,44 @@ def test_arguments(ranks):
     crowded |= dict(draft_logits=None, draft_rows=None, draft_sampling=None, sampling=sampling_tensors(1))
     assert int(sk.verify_sharded(**crowded, **shard, max_siblings=2).flags) == sk.Flag.TREE
     assert int(sk.verify_sharded(**crowded, **shard).flags) == 0
+
+
+def test_bad_arguments_are_named():
+    """As verify and sample do: nothing is spread over the rows that does not have one for each."""
+    tree, logits, ids = tree_tensors([[-1, 0], [-1, 0]]), torch.zeros(4, 64), ints([0, 1, 0, 1])
+    good, shard = sampling_tensors(2), dict(vocab_start=0, group=None)
+
+    def run(sampling=good, tree=tree, **more: Any) -> Any:
+        return sk.verify_sharded(logits, ids, tree, sampling, method="rejection", **shard, **more)
+
+    assert run().num_emitted.tolist() == sk.verify(logits, ids, tree, good, method="rejection").num_emitted.tolist()
+    for wrong, error, message in (
+        ({"sampling": {"temperature": 1.0}}, TypeError, "sampling: expected a Sampling, got dict"),
+        ({"sampling": sk.Sampling(torch.ones(2))}, TypeError, "seed: expected a tensor, got NoneType"),
+        ({"sampling": sampling_tensors(3)}, ValueError, "tree: expected 3 requests as in sampling, got 2"),
+        ({"sampling": sk.Sampling(**vars(good) | {"top_p": torch.ones(1)})}, ValueError,
+         r"top_p: expected shape \[2\], got \[1\]"),
+        ({"tree": [-1, 0]}, TypeError, r"tree: expected a DraftTree .*, got list"),
+        ({"tree": tree_tensors([[-1, 0], [-1]])}, ValueError, "tree: expected 4 entries, got 3"),
+        ({"draft_sampling": 1.0}, TypeError, "draft_sampling: expected a Sampling, got float"),
+        ({"draft_sampling": sk.Sampling(torch.ones(1))}, ValueError,
+         "draft_sampling temperature: expected 2 entries, got 1"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=f"^verify_sharded: {message}"):
+            run(**wrong)
+    for sampling, error, message in (
+        (1.0, TypeError, "sampling: expected a Sampling, got float"),
+        (sk.Sampling(torch.ones(4)), TypeError, "seed: expected a tensor, got NoneType"),
+        (sk.Sampling(**vars(sampling_tensors(4)) | {"top_k": ints([1])}), ValueError,
+         r"top_k: expected shape \[4\], got \[1\]"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=f"^sample_sharded: {message}"):
+            sk.sample_sharded(logits, sampling, **shard)
+
+
+def test_no_constant_is_copied_to_the_device(monkeypatch: pytest.MonkeyPatch):
+    """`torch.tensor(number, device=...)` waits for the stream and may not be captured: no method makes one."""
+    calls = [batch(3, 97, method, 4, edits=True) for method in METHODS]
+    monkeypatch.setattr(torch, "tensor", lambda *args, **kwargs: pytest.fail("a tensor made of host values"))
+    for arguments in calls:
+        sk.verify_sharded(**arguments, vocab_start=0, group=None)

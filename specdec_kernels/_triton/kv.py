@@ -213,7 +213,7 @@ def _group(op: str, k_caches: Sequence[Any], v_caches: Sequence[Any], hnd: bool,
     return _group_of(op, facts, len(k_caches), hnd, device)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # for good: captured graphs read its table
 def _group_of(op: str, facts: tuple[Any, ...], num_k: int, hnd: bool, device: torch.device) -> _Group:
     row_axis, head_axis = (2, 1) if hnd else (1, 2)
     rows: list[tuple[int, ...]] = []

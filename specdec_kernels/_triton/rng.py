@@ -132,7 +132,8 @@ def block_of(count: int, small: int = 128, large: int = 1024) -> int:
     return small if count <= small else large
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache
 def table(values: tuple, device: torch.device) -> torch.Tensor:
-    """Host integers (or rows of them) as int64 on the device: copied there at the first use, then kept."""
+    """Host integers (or rows of them) as int64 on the device: copied there at the first use, then kept for good, as a
+    captured graph goes on reading it."""
     return torch.tensor(values, dtype=torch.int64, device=device)

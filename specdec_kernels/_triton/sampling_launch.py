@@ -5,17 +5,10 @@ import torch
 from specdec_kernels._triton.rng import block_of, check, check_range, fail
 from specdec_kernels._triton.sampling_drafts import columns_with_ids
 from specdec_kernels._triton.sampling_laws import METHODS, laws_kernel
-from specdec_kernels._triton.sampling_rows import MAX_VOCAB, check_rows, check_sampling, row_arguments
+from specdec_kernels._triton.sampling_rows import LOGPROBS, MAX_VOCAB, check_rows, check_sampling, row_arguments
 from specdec_kernels._triton.sampling_verify import walk_kernel
 
 TARGET_LAW, PLAIN_LAW, DRAFT_LAW = range(3)
-LOGPROBS = {
-    "": (False, False),
-    "none": (False, False),
-    "raw": (True, False),
-    "processed": (False, True),
-    "both": (True, True),
-}
 
 
 def _laws(nodes, device):

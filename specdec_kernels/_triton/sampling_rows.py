@@ -26,6 +26,13 @@ ROUNDER = tl.constexpr(6755399441055744.0)  # 1.5 * 2^52: adding it rounds a flo
 EXP_SHIFT = tl.constexpr(12582912.0)
 LOG2E = tl.constexpr(1.44269504088896341)
 MAX_VOCAB = 1 << 19
+LOGPROBS = {  # return_logprobs: raw?, processed?
+    "": (False, False),
+    "none": (False, False),
+    "raw": (True, False),
+    "processed": (False, True),
+    "both": (True, True),
+}
 
 
 @triton.jit

@@ -7,6 +7,7 @@ import triton.language as tl
 from specdec_kernels._triton.rng import FLAG_INDEX, INT32_MAX, PURPOSE_EMIT, block_of, check, fail
 from specdec_kernels._triton.sampling_noise import gumbel, highest_gumbel, words_of
 from specdec_kernels._triton.sampling_rows import (
+    LOGPROBS,
     NONE,
     check_rows,
     check_sampling,
@@ -19,9 +20,6 @@ from specdec_kernels._triton.sampling_rows import (
     row_of,
 )
 from specdec_kernels._triton.sampling_walk import log_prob, logit_at
-
-LOGPROBS = {"": (False, False), "none": (False, False), "raw": (True, False), "processed": (False, True)}
-LOGPROBS["both"] = (True, True)
 
 
 @triton.jit
