@@ -13,6 +13,7 @@ from specdec_kernels.engine import Engine, EngineConfig, Request, TransformersMo
 from specdec_kernels.engine.drafters.eagle import EagleDrafter
 from specdec_kernels.engine.drafters.medusa import MedusaDrafter
 from specdec_kernels.engine.equality import compare_greedy
+from specdec_kernels.engine.metrics import KEPT_VERSIONS
 from specdec_kernels.training import OnlineDrafter, OnlineOptions
 from specdec_kernels.training import online as module
 from tests.engine_law import LIMIT, module_law, p_value, sample_texts
@@ -100,7 +101,7 @@ def test_the_law_is_the_targets_while_heads_are_swapped(kind: str, shape: str, c
     assert m.drafter_failures == m.flagged == online.counters.failures == 0
     assert min(m.accepted, m.rejected) > count // 40
     assert online.version == swap.seed > 10
-    assert {version for _, _, version in m.by_class} == set(range(swap.seed))
+    assert {version for _, _, version in m.by_class} == set(range(swap.seed)[-KEPT_VERSIONS:])
 
 
 class SwapsInAStep(OnlineDrafter):
@@ -300,6 +301,8 @@ def test_what_cannot_learn_is_refused(tmp_path):
     model = TransformersModel(build("llama"), pack=False)
     with pytest.raises(ValueError, match=r"OnlineOptions: share: expected a part in \(0, 1\), got 0"):
         OnlineDrafter(drafter("medusa", model), OnlineOptions(share=0))
+    with pytest.raises(ValueError, match=r"depths: expected at most 3 \(the set's heads\), got 4"):
+        Engine(model, OnlineDrafter(drafter("medusa", model), OnlineOptions(depths=4)))
     with pytest.raises(ValueError, match="OnlineOptions: length: expected more than depths"):
         OnlineDrafter(drafter("medusa", model), OnlineOptions(length=3))
     capped = TransformersModel(build("gemma2 (softcap, window)"), pack=False)

@@ -13,6 +13,7 @@ from specdec_kernels.engine.drafters.medusa import MedusaDrafter
 from specdec_kernels.engine.equality import compare_greedy
 from specdec_kernels.engine.head_files import load_head, save_head
 from specdec_kernels.engine.heads import HeadConfig, make_head
+from specdec_kernels.engine.metrics import KEPT_VERSIONS
 from tests.head_models import random_head
 from tests.test_engine_heads import reference_logits
 from tests.test_engine_transformers import build
@@ -118,7 +119,10 @@ def test_a_steps_counts_are_filed_under_the_weights_that_drafted():
         engine.step()
         steps += 1
     classes = engine.metrics.by_class
-    assert all(classes["medusa", "greedy", v].steps == 1 for v in range(len(classes) - 1))
+    versions = [version for method, _, version in classes if method == "medusa"]
+    assert versions == list(range(versions[0], versions[0] + KEPT_VERSIONS))
+    assert versions[-1] > KEPT_VERSIONS
+    assert all(classes["medusa", "greedy", v].steps == 1 for v in versions)
     assert classes["ngram", "greedy", 0].steps > 1  # its own version, not that of the engine's drafter
     assert engine.metrics.draft_version == steps - 1
 

@@ -15,6 +15,7 @@ from specdec_kernels.engine.metrics import ACCEPTANCE_BUCKETS, EngineCounters
 from specdec_kernels.engine.pages import PageState
 
 PREFIX = "specdec:"
+STEP_EDGES = range(1, 33)  # tokens a step; the same for all replicas and at all times, so that buckets add up
 
 # name -> (attribute of EngineCounters, help)
 COUNTERS = {
@@ -47,7 +48,7 @@ COUNTERS = {
     "copied_pages": ("copied_pages", "Pages copied between samples of one request."),
 }
 
-# The same counts by class: labels method (drafter), temperature (greedy, sampled) and draft_version.
+# The same counts by class: labels method (drafter), temperature (greedy, sampled) and draft_version (the newest few).
 CLASS_COUNTERS = {
     "spec_decode_class_steps": ("steps", "Verification steps of a class of requests."),
     "spec_decode_class_emitted_tokens": ("emitted", "Tokens they emitted."),
@@ -60,7 +61,8 @@ CLASS_COUNTERS = {
 class EngineCollector:
     """A `prometheus_client` collector over one or several engines: `registry.register(EngineCollector(engine))`.
 
-    Nothing is counted here and nothing is read from the device. Several engines are added up.
+    Nothing is counted here and nothing is read from the device. Several engines are added up. Engines may step
+    meanwhile, in other threads.
     """
 
     def __init__(self, *engines: Engine, labels: dict[str, str] | None = None):
@@ -112,7 +114,7 @@ class EngineCollector:
                 f"{PREFIX}spec_decode_tokens_per_step", "Tokens a verification step emitted.", labels=names
             ),
             values,
-            list(range(1, len(total.emitted_per_step) + 1)),
+            STEP_EDGES,
             total.emitted_per_step,
             total.emitted,
         )
@@ -144,11 +146,11 @@ class EngineCollector:
 
 
 def _histogram(family: Any, labels: list[str], edges: Sequence[float], counts: Sequence[int], total: float) -> Any:
-    """Counts of a bucket each, as the cumulative buckets of the format. edges: upper bounds, the last may be exceeded
-    by nothing."""
+    """Counts of a bucket each, as the cumulative buckets of the format. edges: upper bounds of the first buckets;
+    counts: of as many as were needed, those behind the last edge included."""
     buckets, below = [], 0
-    for edge, count in zip(edges, counts):
-        below += count
+    for i, edge in enumerate(edges):
+        below += counts[i] if i < len(counts) else 0
         buckets.append((str(float(edge)), below))
-    family.add_metric(labels, [*buckets, ("+Inf", below)], total)
+    family.add_metric(labels, [*buckets, ("+Inf", sum(counts))], total)
     return family

@@ -65,17 +65,19 @@ class SpecCounters:
         self.emitted_per_step[num_emitted - 1] += 1
 
     def merge(self, other: SpecCounters) -> None:
-        """Add the counts of `other` that both have."""
+        """Add the counts of `other` that both have. It may go on counting meanwhile (an engine that is scraped while it
+        steps): its lists and dicts are copied before they are read, each at once."""
         for item in fields(self):
             if not hasattr(other, item.name):
                 continue
             mine, theirs = getattr(self, item.name), getattr(other, item.name)
             if isinstance(mine, list):
+                theirs = list(theirs)
                 mine += [0] * (len(theirs) - len(mine))
                 for i, value in enumerate(theirs):
                     mine[i] += value
             elif isinstance(mine, dict):
-                for key, value in theirs.items():
+                for key, value in dict(theirs).items():
                     if isinstance(value, SpecCounters):
                         mine.setdefault(key, SpecCounters()).merge(value)
                     else:
@@ -105,6 +107,7 @@ class SpecCounters:
 
 
 ACCEPTANCE_BUCKETS = 10
+KEPT_VERSIONS = 8  # of draft weights, whose counts are kept apart: one that learns makes thousands
 
 
 @dataclass
@@ -133,24 +136,36 @@ class EngineCounters(SpecCounters):
     by_class: dict[tuple[str, str, int], SpecCounters] = field(default_factory=dict)  # see `of_class`
     priced_time_s: dict[int, float] = field(default_factory=dict)  # by draft version, see `price`
     plain_time_s: dict[int, float] = field(default_factory=dict)
+    all_priced_time_s: float = 0.0  # of all versions
+    all_plain_time_s: float = 0.0
 
     def of_class(self, method: str, temperature: float, version: int) -> SpecCounters:
         """Counters of one drafter, greedy or sampled requests, and the version of the weights that drafted. Rates move
-        with the mix of such classes even when nothing changed in any of them: alerts compare a class with itself."""
+        with the mix of such classes even when nothing changed in any of them: alerts compare a class with itself. Of a
+        drafter and temperature the `KEPT_VERSIONS` that came last are kept; the engine's own counts hold all."""
         key = (method, "greedy" if temperature <= 1e-5 else "sampled", version)
-        return self.by_class.setdefault(key, SpecCounters())
+        found = self.by_class.get(key)
+        if found is None:
+            older = [other for other in self.by_class if other[:2] == key[:2]]  # in the order in which they came
+            for other in older[: max(0, len(older) + 1 - KEPT_VERSIONS)]:
+                del self.by_class[other]
+            found = self.by_class[key] = SpecCounters()
+        return found
 
     def price(self, seconds: float, plain_seconds: float) -> None:
         """A step without prefill took `seconds`; plain decoding would have taken `plain_seconds` for the same tokens,
-        by the cost model of a policy that has one."""
+        by the cost model of a policy that has one. By version, the `KEPT_VERSIONS` that came last, and in all."""
+        self.all_priced_time_s += seconds
+        self.all_plain_time_s += plain_seconds
         for times, spent in ((self.priced_time_s, seconds), (self.plain_time_s, plain_seconds)):
             times[self.draft_version] = times.get(self.draft_version, 0.0) + spent
+            if len(times) > KEPT_VERSIONS:
+                del times[next(iter(times))]
 
     @property
     def realised_speedup(self) -> float:
         """Over plain decoding, of all priced steps; 0.0 if no step was priced."""
-        spent = sum(self.priced_time_s.values())
-        return sum(self.plain_time_s.values()) / spent if spent else 0.0
+        return self.all_plain_time_s / self.all_priced_time_s if self.all_priced_time_s else 0.0
 
     def finish(self, reason: str, stats: SpecCounters) -> None:
         """A request ended. `request_acceptance[i]`: requests whose conditional acceptance lies in tenth i."""

@@ -128,8 +128,8 @@ class OnlineDrafter:
     """`drafter` (EAGLE, EAGLE-3, MTP or Medusa, made with a `DraftHead` object), whose head learns while it is served.
 
     `version` counts the weights that were ever served. `counters`; `history`: the latest scores. Raises ValueError if
-    the head's weights cannot be changed in place, NotImplementedError for a target that is split over ranks or whose
-    logits are not its output matrix times its last state.
+    the head's weights cannot be changed in place or a Medusa set has fewer heads than `depths`, NotImplementedError for
+    a target that is split over ranks or whose logits are not its output matrix times its last state.
     """
 
     def __init__(self, drafter: Any, options: OnlineOptions | None = None):
@@ -162,6 +162,11 @@ class OnlineDrafter:
         if any(isinstance(module, PackedLinear) for module in self.served.modules()):
             raise ValueError(
                 "OnlineDrafter: drafter: expected one made with a DraftHead object (`load_head`), got packed weights"
+            )
+        config, wanted = self.served.config, self.options.depths
+        if config.kind == "medusa" and wanted > config.num_medusa:
+            raise ValueError(
+                f"OnlineOptions: depths: expected at most {config.num_medusa} (the set's heads), got {wanted}"
             )
         probe = torch.tensor([[1, 2]], dtype=torch.int32)
         shard_features(model, probe, [model.num_layers])  # raises if logits are scaled or capped
