@@ -156,7 +156,9 @@ def _drafter(options: argparse.Namespace) -> Any:
 
     if options.drafter not in ("eagle", "eagle3", "mtp", "medusa"):
         raise ValueError(f"--head: expected --drafter eagle, eagle3, mtp or medusa, got {options.drafter}")
-    return MedusaDrafter(options.head) if options.drafter == "medusa" else EagleDrafter(options.head)
+    return (
+        MedusaDrafter(options.head) if options.drafter == "medusa" else EagleDrafter(options.head, kind=options.drafter)
+    )
 
 
 def bench(arguments: list[str]) -> int:

@@ -103,7 +103,7 @@ class GenerateArm(Arm):
     def start(self, prompt_ids: list[int], max_tokens: int) -> None:
         from transformers import DynamicCache
 
-        self.ids = torch.tensor([prompt_ids])
+        self.ids = torch.tensor([prompt_ids], device=self.module.device)
         self.left, self.cache = max_tokens, DynamicCache(config=self.module.config)
 
     def advance(self, num_tokens: int) -> int:

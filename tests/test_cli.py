@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from specdec_kernels import __main__, collect_env
 from specdec_kernels._ops import SCHEMAS
@@ -95,6 +97,43 @@ def test_missing_model_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModuleNotFoundError, match=r"specdec_kernels\[engine\]"):
         load_model("smollm2")
+
+
+def test_the_drafter_that_is_named_is_the_one_that_runs(tmp_path, capsys, monkeypatch):
+    """`--drafter mtp --head FOLDER` with another kind of head in the folder ran that one, in silence."""
+    from specdec_kernels.engine.head_files import save_head
+    from tests.head_models import random_head
+    from tests.toy_model import ToyModel
+
+    monkeypatch.setattr("specdec_kernels.engine.load_model", lambda *_, **__: ToyModel())
+    save_head(random_head("eagle3", ToyModel()), tmp_path)
+    arguments = ["generate", "hi", "--head", str(tmp_path), "--max-tokens", "3"]
+    assert __main__.main([*arguments, "--drafter", "mtp"]) == 2
+    assert "mtp drafter: head: expected one of this kind, got 'eagle3'" in capsys.readouterr().err
+    assert __main__.main([*arguments, "--drafter", "medusa"]) == 2
+    assert "expected a Medusa set, got 'eagle3'" in capsys.readouterr().err
+    assert __main__.main([*arguments, "--drafter", "eagle3"]) == 2  # the right head, but the toy reads no text
+    assert "the model has no tokenizer" in capsys.readouterr().err
+
+
+def test_the_demos_generate_runs_where_its_module_is():
+    transformers = pytest.importorskip("transformers")
+    from specdec_kernels.demo import GenerateArm
+
+    config = transformers.LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
+    arm = GenerateArm("generate", module=SimpleNamespace(config=config, device=torch.device("meta")))
+    arm.start([1, 2, 3], 4)
+    assert (arm.ids.device.type, arm.ids.shape) == ("meta", (1, 3))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu")])
+def test_a_cpu_by_any_name_gets_what_it_computes_in(device, monkeypatch):
+    from specdec_kernels.engine import checkpoint
+
+    for has, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        monkeypatch.setattr(checkpoint, "cpu_has_bf16", lambda has=has: has)
+        assert checkpoint.resolve_dtype(None, device) == dtype
+        assert checkpoint.resolve_dtype(None, "cuda:1") == torch.bfloat16
 
 
 @needs_model

@@ -6,9 +6,10 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from specdec_kernels.engine.drafters import Draft, DrafterTable, Limit
-from specdec_kernels.engine.drafters.layer_search import choose_layers, expected_speedup
+from specdec_kernels.engine.drafters import Draft, DrafterTable, Limit, layer_search
+from specdec_kernels.engine.drafters.layer_search import LayerChoice, choose_layers, expected_speedup
 from specdec_kernels.engine.drafters.ngram import NgramDrafter
 from tests.toy_model import ToyModel
 
@@ -135,3 +136,42 @@ def test_layer_choice_is_measured_once(tmp_path, monkeypatch):
     before = model.passes
     assert choose_layers(model) == first
     assert model.passes == before
+    monkeypatch.setattr(layer_search, "search", lambda model: LayerChoice((0, 1), 9))
+    for name, other in (("dtype", torch.bfloat16), ("device", torch.device("meta"))):  # costs of another kind of run
+        before = getattr(model, name)
+        setattr(model, name, other)
+        assert choose_layers(model).num_drafts == 9
+        setattr(model, name, before)
+    assert choose_layers(model) == first
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "7", '{"layers": 3, "num_drafts": 2}', '{"layers": [0, 99], "num_drafts": 2}', '{"layers": [0]}',
+     '{"layers": [0, 1], "num_drafts": "2"}', '{"layers": [0, 1], "num_drafts": 2, "other": 1}', b"\xff\xfe"],
+)  # fmt: skip
+def test_a_damaged_layer_choice_is_measured_again(content, tmp_path, monkeypatch):
+    """And replaced, whole: what is written appears under its name only when it is complete."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(layer_search, "search", lambda model: LayerChoice((0, 1), 2, 0.5))
+
+    class Named(ToyModel):
+        def fingerprint(self):
+            return "toy"
+
+    model = Named()
+    assert choose_layers(model) == LayerChoice((0, 1), 2, 0.5)
+    (path,) = (tmp_path / "specdec_kernels").iterdir()
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert choose_layers(model) == LayerChoice((0, 1), 2, 0.5)
+    assert json.loads(path.read_text())["agreement"] == 0.5
+    assert list(path.parent.iterdir()) == [path]
+    replace, seen = type(path).replace, []
+    monkeypatch.setattr(type(path), "replace", lambda self, to: seen.append(self.read_text()) or replace(self, to))
+    path.unlink()
+    choose_layers(model)
+    assert [json.loads(text)["num_drafts"] for text in seen] == [2]
+    monkeypatch.setattr(type(path), "replace", lambda self, to: (_ for _ in ()).throw(OSError("no space")))
+    path.unlink()
+    assert choose_layers(model).num_drafts == 2  # nowhere to keep it: measured anew the next time
+    assert not list(path.parent.iterdir())

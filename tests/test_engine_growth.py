@@ -12,6 +12,46 @@ from specdec_kernels.engine.drafters import Limit, grow
 from specdec_kernels.engine.drafters.grow import Shape, grow_trees
 
 
+def test_the_device_is_waited_for_once_a_level_and_once_a_kind(monkeypatch):
+    """Not once a request: a batch of twelve, half of it drawn, reads as often as a pair does."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counting(TorchDispatchMode):
+        scalars = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.scalars += func is torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    law = torch.arange(32.0, 0.0, -1.0)
+    lists = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: lists.append(1) or tolist(self))
+
+    def reads(batch: int) -> int:
+        levels = []
+
+        def forward(level):
+            levels.append(level.depth)
+            return law.expand(level.token_ids.numel(), 32)
+
+        states = [
+            SimpleNamespace(request=Request([1], temperature=i % 2), seed=i, num_output=0, num_steps=0)
+            for i in range(batch)
+        ]
+        lists.clear()
+        with Counting() as mode:
+            drafts = grow_trees(law.expand(batch, 32), forward, states, [Limit(8, 4)] * batch, Shape(3, 4, 8),
+                                sampled=True, vocab_size=32)  # fmt: skip
+        assert all(len(draft) == 8 for draft in drafts)
+        assert max(levels) > 1
+        assert mode.scalars <= max(levels) + 1
+        assert len(lists) == 2
+        return mode.scalars + len(lists)
+
+    assert reads(12) == reads(2)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("by_rank", [None, (0.6, 0.2, 0.1)])
 def test_growing_where_it_pays_gives_the_whole_growths_tree(temperature: float, by_rank, monkeypatch):

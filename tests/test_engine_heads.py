@@ -355,6 +355,8 @@ def test_wrong_targets_are_named_before_anything_runs():
         Engine(toy, EagleDrafter(head))
     with pytest.raises(ValueError, match="expected an autoregressive one, got 'medusa'"):
         Engine(small, EagleDrafter(random_head("medusa", small)))
+    with pytest.raises(ValueError, match="mtp drafter: head: expected one of this kind, got 'eagle3'"):
+        Engine(small, EagleDrafter(head, kind="mtp"))
     with pytest.raises(ValueError, match="expected a Medusa set, got 'eagle3'"):
         Engine(small, MedusaDrafter(head))
     with pytest.raises(ValueError, match="expected a trained 'mtp' head for 'toy', got none"):

@@ -25,7 +25,10 @@ _CONVERTER = 1  # part of the cache key: raise it when the conversion changes
 
 
 def load_model(
-    name_or_path: str | os.PathLike, dtype: torch.dtype | str | None = None, device: str = "cpu", pack: bool = True
+    name_or_path: str | os.PathLike,
+    dtype: torch.dtype | str | None = None,
+    device: str | torch.device = "cpu",
+    pack: bool = True,
 ) -> TransformersModel:
     """Load a causal LM that `transformers` can load, with its tokenizer if it has one, ready for `Engine`.
 
@@ -50,7 +53,7 @@ def load_model(
     return TransformersModel(module, tokenizer, str(name_or_path), pack)
 
 
-def resolve_dtype(dtype: torch.dtype | str | None, device: str = "cpu") -> torch.dtype:
+def resolve_dtype(dtype: torch.dtype | str | None, device: str | torch.device = "cpu") -> torch.dtype:
     """The dtype asked for, or the fastest one that this device computes in."""
     if isinstance(dtype, str):
         named = getattr(torch, dtype, None)
@@ -58,7 +61,7 @@ def resolve_dtype(dtype: torch.dtype | str | None, device: str = "cpu") -> torch
             raise ValueError(f"load_model: dtype: expected float32, bfloat16 or float16, got {dtype!r}")
         dtype = named
     if dtype is None:
-        return torch.bfloat16 if device != "cpu" or cpu_has_bf16() else torch.float32
+        return torch.bfloat16 if torch.device(device).type != "cpu" or cpu_has_bf16() else torch.float32
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"load_model: dtype: expected float32, bfloat16 or float16, got {dtype}")
     return dtype
@@ -124,7 +127,7 @@ def _convert(gguf: Path, target: Path) -> None:
 
 
 class quiet_transformers:  # noqa: N801 - reads as a statement
-    """Context in which transformers shows no progress bars and no advice, and asks no network."""
+    """Context in which transformers shows no progress bars and no advice."""
 
     def __enter__(self) -> None:
         from transformers.utils import logging

@@ -79,7 +79,7 @@ class DraftModelTreeDrafter:
             positions = [p for (_, r), n in zip(part, sizes) for p in range(r.length, r.length + n)]
             batch = memory.batch(
                 part,
-                torch.tensor(ids, device=device),
+                torch.tensor(ids, device=device).clamp(0, self.model.vocab_size - 1),  # the target's may have more
                 sizes,
                 torch.tensor(positions, dtype=torch.int32, device=device),
             )

@@ -51,7 +51,8 @@ class _Notes(DraftRows):
 class EagleDrafter:
     """Drafts with an autoregressive head; one object serves one engine.
 
-    `head`: a head, a checkpoint folder, or None: the head of `kind` that ships for this target. `top_k`, `depth`,
+    `head`: a head, a checkpoint folder, or None: the head of `kind` that ships for this target (None: eagle3). A given
+    head must be of that `kind` (None: any). `top_k`, `depth`,
     `num_nodes`: bounds of the tree (`top_k` 1: a chain); it grows only where more can be kept. `sampled`: for requests
     with a temperature, siblings drawn without replacement from the head's law; False: the likeliest ones, verified as
     fixed choices. Both are lossless.
@@ -64,14 +65,14 @@ class EagleDrafter:
         self,
         head: DraftHead | str | Path | None = None,
         *,
-        kind: str = "eagle3",
+        kind: str | None = None,
         top_k: int = 8,
         depth: int = 8,
         num_nodes: int = 24,
         sampled: bool = True,
         by_rank: Sequence[float] | None = None,
     ):
-        self.name = head.config.kind if isinstance(head, DraftHead) else kind
+        self.name = kind or (head.config.kind if isinstance(head, DraftHead) else "eagle3")
         self.shape, self.sampled = Shape(top_k, depth, num_nodes), sampled
         self.shape.validate(f"{self.name} drafter")
         if by_rank is not None and (len(by_rank) != top_k or not all(0 < chance <= 1 for chance in by_rank)):
@@ -79,7 +80,7 @@ class EagleDrafter:
                 f"{self.name} drafter: by_rank: expected {top_k} probabilities above 0 (top_k), got {list(by_rank)}"
             )
         self.by_rank = by_rank
-        self._given = head
+        self._given, self._kind = head, kind
         self.hidden_layers: tuple[int, ...] = ()
 
     def attach(self, model: TargetModel) -> None:
@@ -87,6 +88,8 @@ class EagleDrafter:
         head = find_head(self._given, self.name, model)
         if not isinstance(head, AutoregressiveHead):
             raise ValueError(f"{self.name} drafter: head: expected an autoregressive one, got {head.config.kind!r}")
+        if self._kind not in (None, head.config.kind):
+            raise ValueError(f"{self._kind} drafter: head: expected one of this kind, got {head.config.kind!r}")
         self.head, self.name, c = bind_head(head, model, pack=head is not self._given), head.config.kind, head.config
         self.hidden_layers, self.vocab_size = c.feature_layers, model.vocab_size
         self.kv_shape = KVShape(1, c.num_kv_heads, c.head_dim, model.dtype)

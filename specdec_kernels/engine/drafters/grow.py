@@ -79,37 +79,39 @@ def grow_trees(
     by_rank: chance that the child of rank 0, 1, ... is the accepted one; it takes the place of the head's own
     probabilities as a node's score, so that the tree has the same shape in every step (a static tree).
 
+    A device is waited for once a level, which says how wide the next one is, and at the end.
+
     sampled: requests with a temperature get siblings drawn without replacement, verified by the law they came from;
     else, and for greedy requests, the likeliest tokens, verified as fixed choices. Both are lossless.
     """
     batch, device = len(states), root_logits.device
     k, depth = shape.top_k, min(shape.depth, max(limit.depth for limit in limits))
     sampling = make_sampling(states, device)
-    drawing = torch.tensor([sampled and s.request.temperature > 1e-5 for s in states], device=device)
+    drawn = [sampled and s.request.temperature > 1e-5 for s in states]
+    drawing = torch.tensor(drawn, device=device)
     depths = torch.tensor([limit.depth for limit in limits], device=device)
-    any_drawn, all_drawn = bool(drawing.any()), bool(drawing.all())
     fixed = None if by_rank is None else torch.tensor(by_rank, device=device).log()
     own_slot = torch.eye(max(1, shape.num_slots), dtype=torch.bool, device=device)
 
     def children(logits: Tensor, width: int, paths: Tensor, at: int) -> tuple[Tensor, Tensor]:
         """(ids, log probabilities) [B, width, k] of the children at depth `at` of `width` nodes a request."""
         ids = log_probs = None
-        if not all_drawn:
+        if not all(drawn):
             ids, log_probs, _ = draft_topk(logits, k, d2t=d2t, vocab_size=vocab_size)
-        if any_drawn:
+        if any(drawn):
             requests = torch.arange(batch, dtype=torch.int32, device=device).repeat_interleave(width)
             assert sampling.position is not None
             positions = (sampling.position + (at - 1)).repeat_interleave(width)
-            drawn = draft_sample(
+            draws = draft_sample(
                 logits, k, sampling, row_requests=requests, row_positions=positions,
                 row_paths=paths.reshape(-1).int(), d2t=d2t, vocab_size=vocab_size,
             )  # fmt: skip
             if ids is None or log_probs is None:
-                ids, log_probs = drawn.token_ids, drawn.log_probs
+                ids, log_probs = draws.token_ids, draws.log_probs
             else:
                 mine = drawing.repeat_interleave(width)[:, None]
-                ids = torch.where(mine, drawn.token_ids, ids)
-                log_probs = torch.where(mine, drawn.log_probs, log_probs)
+                ids = torch.where(mine, draws.token_ids, ids)
+                log_probs = torch.where(mine, draws.log_probs, log_probs)
         assert ids is not None
         assert log_probs is not None
         if fixed is not None:
@@ -156,7 +158,7 @@ def grow_trees(
     drafts = [Draft()] * batch
     all_laws = torch.cat(laws, 1)
     for kind in (False, True):
-        group = [b for b in range(batch) if bool(drawing[b]) == kind]
+        group = [b for b in range(batch) if drawn[b] == kind]
         if group:
             kept = _rerank(candidates, tokens, rows, group, [most[b] for b in group], kind)
             for b, (ids, parents_, law_rows) in zip(group, kept):
@@ -186,19 +188,22 @@ def _rerank(
     """(token ids, parents, law rows) of the nodes kept of each request of `group`, without roots."""
     device, width = tokens.device, candidates.per_request
     index = torch.tensor(group, device=device)
-    sizes = torch.tensor([n + 1 for n in num_nodes], dtype=torch.int32, device=device)
+    sizes, total = (
+        torch.tensor([n + 1 for n in num_nodes], dtype=torch.int32, device=device),
+        sum(num_nodes) + len(group),
+    )
     kept = rerank_tree(
         candidates.scores.view(-1, width)[index].reshape(-1),
         candidates.parents.view(-1, width)[index].reshape(-1),
         torch.arange(len(group) + 1, dtype=torch.int32, device=device) * width,
         sizes,
-        total_nodes=sum(num_nodes) + len(group),
+        total_nodes=total,
         sampled=sampled,
     )
-    ids = kept.take(tokens[index]).tolist()
-    law_rows = kept.take(rows[index]).tolist()
-    parents, cu = kept.parents.tolist(), kept.cu_nodes.tolist()
-    return [(ids[a + 1 : b], parents[a + 1 : b], law_rows[a + 1 : b]) for a, b in itertools.pairwise(cu)]
+    columns = [kept.take(tokens[index]), kept.parents, kept.take(rows[index]), kept.cu_nodes]
+    read = torch.cat(columns).tolist()  # in one go: every read waits for the device
+    ids, parents, law_rows = (read[i * total : (i + 1) * total] for i in range(3))
+    return [(ids[a + 1 : b], parents[a + 1 : b], law_rows[a + 1 : b]) for a, b in itertools.pairwise(read[3 * total :])]
 
 
 def _drawn_draft(ids: list[int], parents: list[int], rows: list[int], laws: Tensor, d2t: Tensor | None) -> Draft:

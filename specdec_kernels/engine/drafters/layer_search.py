@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,19 +42,50 @@ class LayerChoice:
 
 
 def choose_layers(model: Any, cache: bool = True) -> LayerChoice:
-    """Measure (some seconds), or read what an earlier measurement on this machine chose for this model."""
+    """Measure (some seconds), or read what an earlier measurement on this machine chose for this model, in this dtype,
+    on this kind of device, with as many threads."""
     path: Path | None = None
     if cache and hasattr(model, "fingerprint"):
-        path = cache_dir() / f"self-draft-{model.fingerprint()}-t{torch.get_num_threads()}-v{_VERSION}.json"
-        if path.exists():
-            stored = json.loads(path.read_text())
-            return LayerChoice(tuple(stored.pop("layers")), **stored)
+        kind = f"{str(model.dtype).removeprefix('torch.')}-{model.device.type}-t{torch.get_num_threads()}"
+        path = cache_dir() / f"self-draft-{model.fingerprint()}-{kind}-v{_VERSION}.json"
+        stored = _read(path, model.num_layers)
+        if stored is not None:
+            return stored
     choice = search(model)
     logger.info("self-draft: %s", choice)
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(choice.__dict__))
+        _write(path, choice)
     return choice
+
+
+def _read(path: Path, num_layers: int) -> LayerChoice | None:
+    """The stored choice; None if there is none, or none that can be used."""
+    if not path.exists():
+        return None
+    try:
+        stored = json.loads(path.read_text())
+        choice = LayerChoice(tuple(stored.pop("layers")), **stored)
+        if choice.num_drafts < 1 or not choice.layers or not set(choice.layers) <= set(range(num_layers)):
+            raise ValueError(f"expected layers of {num_layers} and a number of drafts, got {choice}")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        logger.warning("self-draft: %s cannot be used (%r); measuring again", path, error)
+        return None
+    return choice
+
+
+def _write(path: Path, choice: LayerChoice) -> None:
+    """Whole or not at all; without a place to write to, the next process measures again."""
+    scratch: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix="choosing-", delete=False) as file:
+            scratch = Path(file.name)
+            file.write(json.dumps(choice.__dict__))
+        scratch.replace(path)
+    except OSError as error:
+        logger.warning("self-draft: %s cannot be written (%r)", path, error)
+        if scratch is not None:
+            scratch.unlink(missing_ok=True)
 
 
 def search(model: Any) -> LayerChoice:
