@@ -330,6 +330,26 @@ def test_a_poor_draft_model_changes_nothing(other: ToyTarget):
     assert engine.arena.num_unowned == 48
 
 
+@pytest.mark.parametrize("draft_pages", [True, False])
+def test_a_drafter_with_pages_of_its_own_drafts_to_the_end(draft_pages: bool):
+    """Pages for exactly the target's text. Without its own, the drafter gives its pages back as the text grows."""
+    drafter, sizes = DraftModelDrafter(ToyModel(), 3), []
+    propose = drafter.propose
+
+    def noting(states, limits, context):
+        drafts = propose(states, limits, context)
+        sizes.append(sum(map(len, drafts)))
+        return drafts
+
+    drafter.propose = noting
+    config = replace(CONFIG, num_pages=3 * 16, max_batch=3, num_drafts=3, draft_pages=draft_pages, prefix_cache=False)
+    engine = Engine(ToyModel(), drafter, config)
+    results = finish(engine, *[Request([i, 2, 3], max_tokens=58) for i in range(3)])
+    assert [r.token_ids for r in results] == [plain_greedy(TARGET, [i, 2, 3], 58) for i in range(3)]
+    assert (min(sizes) > 0) == draft_pages
+    assert (engine.arena.reclaimed == 0) == draft_pages
+
+
 def test_borrowed_draft_pages_go_back_to_the_target():
     """20 pages, of which the drafter borrows; longer texts of the target take them back, and all go on."""
     engine = Engine(

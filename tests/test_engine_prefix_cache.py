@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -161,6 +162,60 @@ def test_flush_and_namespaces():
     assert hit_tokens(arena, cache, text, ("weights", 1)) == 0
     cache.extend(running.cursor, text, 8, list(running.pages))  # of the old weights: not taken in
     arena.shrink(list(running.pages), 0)
+    assert (len(cache), arena.num_free) == (0, 16)
+
+
+def test_a_namespace_is_forgotten_with_its_last_page_and_its_last_reader():
+    """A salt a session: only those that still hold something are known."""
+    arena, cache = setup()
+    for session in range(50):
+        run_text(arena, cache, list(range(9)), ("weights", str(session)))
+    assert len(cache) <= 16
+    assert 1 < len(cache._roots) <= 16 + 1  # of 50
+    arena.evictor.evict(16)
+    held = cache.start("held")
+    hit_tokens(arena, cache, [1, 2, 3], "short")
+    gc.disable()  # nobody has to look for cycles
+    try:
+        assert list(cache._roots) == ["held"]
+        pages = []
+        assert arena.grow(pages, 4)
+        cache.extend(held, [1, 2, 3, 4, 5], 4, pages)
+        arena.shrink(pages, 0)
+        del held
+        assert hit_tokens(arena, cache, [1, 2, 3, 4, 5], "held") == 4
+        arena.evictor.evict(16)
+        assert not cache._roots
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_what_a_faulty_text_left_is_forgotten_but_for_what_others_own(lookahead: int):
+    """A shared prompt of two pages; one text goes on with two more pages and a rejected one, and turns out bad."""
+    arena, cache = setup(lookahead=lookahead)
+    text = list(range(18))
+    pages = run_text(arena, cache, text[:9])
+    good, bad = cache.match([*text[:8], 99, 98]), cache.match(text)
+    if lookahead:  # the second page's key has the successor in it
+        assert (good.num_tokens, bad.num_tokens) == (4, 8)
+    mine = list(bad.pages)
+    assert arena.grow(mine, 16)
+    cache.extend(bad.cursor, text, 16 + lookahead, mine)
+    soft: list[int] = []
+    assert arena.grow(soft, 4)
+    cache.retain(bad.cursor, [*text[:17], 7, 7, 7, 7], soft)
+    assert len(cache) == 5
+    shared = 1 if lookahead else 2
+    assert cache.forget(bad.cursor) == 5 - shared
+    cache.check()
+    arena.shrink(mine, 0)
+    assert hit_tokens(arena, cache, text) == 4 * shared
+    assert pages[0] == good.pages[0]
+    arena.shrink(list(good.pages), 0)
+    arena.check([])
+    arena.evictor.evict(16)  # entries of what was forgotten are void
+    cache.check()
     assert (len(cache), arena.num_free) == (0, 16)
 
 

@@ -110,7 +110,6 @@ def test_soak_of_two_thousand_requests():
     assert total["preemptions"] > 100
     assert total["accepted"] > 1000
     assert sum(e.metrics.prefix_hits for e in engines) > 1000
-    assert sum(e.metrics.prefix_soft_hits for e in engines) >= 0
     assert sum(map(evictions, engines)) > 100
 
 

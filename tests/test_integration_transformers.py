@@ -272,8 +272,53 @@ def test_the_streamer_gets_what_is_returned(model):
     kept = Kept()
     out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=9, return_dict_in_generate=True,
                          custom_generate=specdec_generate("ngram", streamer=kept))  # fmt: skip
-    assert out.sequences[0, ids.shape[1] :].tolist() == kept.tokens
+    assert out.sequences[0].tolist() == kept.tokens  # the prompt first, as from `generate`
     assert kept.ended
+    theirs = Kept()
+    model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=9, streamer=theirs)
+    assert kept.tokens == theirs.tokens
+
+
+@pytest.mark.parametrize("skip_prompt", [True, False])
+def test_a_text_streamer_shows_what_generate_shows(model, skip_prompt, capsys):
+    class Words:
+        def decode(self, ids, **_):
+            return "".join(f"{i} " for i in ids)
+
+    ids, mask = prompts(1)
+    part = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 9}
+    shown = []
+    for ours in (False, True):
+        streamer = transformers.TextStreamer(Words(), skip_prompt=skip_prompt)
+        options = {"custom_generate": specdec_generate("ngram", streamer=streamer)} if ours else {"streamer": streamer}
+        out = model.generate(ids, **part, **options)
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    assert shown[1].split() == [str(i) for i in out[0, ids.shape[1] if skip_prompt else 0 :].tolist()]
+
+
+def test_what_a_processor_raises_is_what_the_call_raises(model):
+    class Raising(transformers.LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            if input_ids.shape[1] > ids.shape[1] + 3:
+                raise KeyError("no such table")
+            return scores
+
+    ids, mask = prompts(2)
+    own = transformers.LogitsProcessorList([Raising()])
+    for options in ({}, {"custom_generate": specdec_generate("ngram")}):
+        with pytest.raises(KeyError, match="no such table"):
+            model.generate(ids, attention_mask=mask, max_new_tokens=9, logits_processor=own, **options)
+
+
+def test_a_drafter_with_kv_of_its_own_drafts_to_the_end(model):
+    """A draft model as large as the target: the pages held the target's text alone, so that drafting ended early."""
+    ids, mask = prompts(2)
+    drafter, sizes = counting("draft_model", model)
+    part = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 100}
+    theirs = model.generate(ids, **part)
+    assert torch.equal(model.generate(ids, **part, custom_generate=specdec_generate(drafter, num_drafts=3)), theirs)
+    assert min(sizes[:-3]) > 0
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,19 @@ class KVCache(NamedTuple):
         return KVCache(list(k), list(v), page_size)
 
 
+def draft_page_size(target: KVShape, draft: KVShape, page_size: int) -> int:
+    """Rows of the drafter that fit where `page_size` tokens of the target do; ValueError if none does."""
+    size = _page_bytes(target, page_size) // draft.bytes_per_token
+    if size < 1:
+        least = -(-draft.bytes_per_token // target.bytes_per_token)
+        raise ValueError(f"EngineConfig: page_size: expected at least {least} with this drafter, got {page_size}")
+    return size
+
+
+def _page_bytes(target: KVShape, page_size: int) -> int:
+    return -(-page_size * target.bytes_per_token // 64) * 64
+
+
 def share_pages(
     target: KVShape, draft: KVShape, num_pages: int, page_size: int, device: torch.device
 ) -> tuple[KVCache, KVCache]:
@@ -92,11 +105,7 @@ def share_pages(
         page p of the target   | k of layer 0 | v | k of layer 1 | v | ...
         the same, as a draft's | k: many tokens                  | v: many tokens |
     """
-    page_bytes = -(-page_size * target.bytes_per_token // 64) * 64
-    draft_size = page_bytes // draft.bytes_per_token
-    if draft_size < 1:
-        least = -(-draft.bytes_per_token // target.bytes_per_token)
-        raise ValueError(f"EngineConfig: page_size: expected at least {least} with this drafter, got {page_size}")
+    page_bytes, draft_size = _page_bytes(target, page_size), draft_page_size(target, draft, page_size)
     memory = torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=device)
 
     def carve(shape: KVShape, size: int) -> KVCache:

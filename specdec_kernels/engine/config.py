@@ -8,8 +8,9 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class EngineConfig:
     """`num_pages` pages of `page_size` tokens hold the KV of at most `max_batch` running requests and of a drafter that
-    has KV of its own (`target_floor`, `draft_floor`: pages the other cannot take). A step computes at most
-    `max_step_tokens` tokens, with at most `num_drafts` per request.
+    has KV of its own (`target_floor`, `draft_floor`: pages the other cannot take; draft_pages: such a drafter gets as
+    many more as it needs where the target's text fills all of `num_pages`). A step computes at most `max_step_tokens`
+    tokens, with at most `num_drafts` per request.
 
     prefix_cache: keep KV for later requests; soft_pages: that of rejected drafts too, for requests that sample.
     draft_timeout_s: a drafter that takes longer three times in a row is given up. graph_sizes: token counts at which
@@ -29,6 +30,7 @@ class EngineConfig:
     draft_timeout_s: float | None = None
     graph_sizes: tuple[int, ...] = ()
     poison: bool = False
+    draft_pages: bool = False
 
     def validate(self) -> None:
         for name, least in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,7 +13,8 @@ import torch
 
 from specdec_kernels.engine.batch import HiddenStates, TargetModel
 from specdec_kernels.engine.config import EngineConfig
-from specdec_kernels.engine.drafters import Draft, DraftContext, Drafter, DrafterTable, Limit
+from specdec_kernels.engine.drafters import DraftContext, Drafter, DrafterTable
+from specdec_kernels.engine.drafting import STRIKES, Drafting
 from specdec_kernels.engine.graphs import GraphedForward
 from specdec_kernels.engine.life import prepare, take
 from specdec_kernels.engine.memory import Memory
@@ -34,9 +36,8 @@ _NAN_ROW = 1
 _NO_TOKEN = 2  # all logits NaN or forbidden: the request's next token means nothing
 _BAD_DRAFT = 8 | 16 | 256 | 512  # an id or a law that no sound drafter gives
 _EMPTY_RESIDUAL = 32
-_STRIKES = 3  # faulty or late drafts after which a drafter is given up
 
-_Reports = list[tuple[Event, Any]]  # an event and the callback that gets it
+_Reports = list[tuple[Event, RequestState]]  # an event and the request it is of
 
 
 class Engine:
@@ -45,6 +46,7 @@ class Engine:
     `add` queues requests, `step` runs one packed forward pass for all of them and returns what it gave; `generate` does
     both for a list of prompts. Greedy output equals plain greedy decoding, sampled output has the target's law.
     `policy` sets each request's number of drafts (None: always `config.num_drafts`); see `GoodputPolicy`.
+    One thread calls `step`; `add` and `abort` may be called from any, also while it runs.
     """
 
     def __init__(
@@ -70,12 +72,16 @@ class Engine:
             cache=self.prefixes, copy_page=self.memory.copy_page,
         )  # fmt: skip
         self._states: dict[int, RequestState] = {}
-        self._context = DraftContext(model, self.cache, self.memory.draft_cache, self.arena)
+        context = DraftContext(model, self.cache, self.memory.draft_cache, self.arena)
+        self._drafting = Drafting(
+            self._drafters, self._default_drafter, context, self.scheduler, self._states, self.metrics, self.config
+        )
         self._graphs = GraphedForward.of(model, self.cache, self.config, self.arena)
         self._weights = 0  # version of the target's weights: cached KV of another one is another text's
-        self._stepping = False
+        self._lock = threading.RLock()  # for who begins or ends a step, and who adds or aborts
+        self._stepping = False  # then only the step itself changes requests and pages
         self._aborted: set[int] = set()  # while a step runs
-        self._late: dict[int, int] = {}  # by drafter: times in a row that it exceeded its time
+        self._ended: _Reports = []  # requests that ended without verification, in this step or in one that raised
 
     # ---- the caller's side
 
@@ -88,17 +94,18 @@ class Engine:
         """Stop a request; returns what it has so far, or None if it is not running. Called while a step runs (by a
         drafter, from another thread) it takes effect when the step ends, with an event of that step: nothing that the
         step may still write to is given to others."""
-        state = self._states.get(request_id)
-        if state is None:
-            return None
-        if self._stepping:
-            self._aborted.add(request_id)
-            return None
-        return self._finish(state, "abort")[0].result
+        with self._lock:
+            state = self._states.get(request_id)
+            if state is None:
+                return None
+            if self._stepping:
+                self._aborted.add(request_id)
+                return None
+            return self._finish(state, "abort")[0].result
 
     @property
     def has_work(self) -> bool:
-        return bool(self._states)
+        return bool(self._states or self._ended)
 
     def generate(
         self,
@@ -131,13 +138,14 @@ class Engine:
         """The target's weights were changed in place: forget all cached KV, and what drafters noted of the target's
         states. Running requests go on with the new weights, their text computed again. (A model with packed copies of
         its weights, `pack=True`, has to be loaded again instead.)"""
-        self._weights += 1
-        if self.prefixes is not None:
-            self.prefixes.flush()
-        self.scheduler.preempt_all()
-        for state in self._states.values():
-            state.namespace = (*self._namespace, state.request.cache_salt)
-            state.drafter_state = None
+        with self._lock:
+            self._weights += 1
+            if self.prefixes is not None:
+                self.prefixes.flush()
+            self.scheduler.preempt_all()
+            for state in self._states.values():
+                state.namespace = (*self._namespace, state.request.cache_salt)
+                state.drafter_state = None
         for drafter in self._drafters.attached:
             if hasattr(drafter, "weights_changed"):
                 drafter.weights_changed(self.model)
@@ -150,35 +158,52 @@ class Engine:
         reports = self._step()
         seconds = time.perf_counter() - start
         self.metrics.step_time_s += seconds
-        for event, callback in reports:
-            if callback is not None:
-                callback(event)
-        for drafter in self._drafters.attached:
-            if hasattr(drafter, "between_steps"):
-                try:
-                    drafter.between_steps(seconds)
-                except Exception as error:
-                    self._give_up([s for s in self._states.values() if s.drafter is drafter], f"{error!r}")
+        for event, state in reports:
+            self._tell(event, state)
+        self._drafting.between_steps(seconds, self._lock)
         return [event for event, _ in reports]
+
+    def _tell(self, event: Event, state: RequestState) -> None:
+        """Call a request's `on_event`; one that raises is not called again: it must not cost others their events."""
+        if state.request.on_event is None or state.deaf:
+            return
+        try:
+            state.request.on_event(event)
+        except Exception as error:
+            state.deaf = True
+            logger.warning("on_event of request %d failed and is not called again", state.id, exc_info=error)
 
     @torch.inference_mode()
     def _step(self) -> _Reports:
-        self._stepping = True
+        reports: _Reports = []
+        with self._lock:
+            self._stepping = True
         try:
             plan = self.scheduler.plan(self.policy)
-            reports = [self._finish(s, "memory") for s in list(self._states.values()) if s.finish_reason == "memory"]
+            self._ended += [
+                self._finish(s, "memory") for s in list(self._states.values()) if s.finish_reason == "memory"
+            ]
             if plan.decoding or plan.chunks:
-                reports += self._run(plan)
+                reports = self._run(plan)
         finally:  # also if the model raised: what trees borrowed goes back, and the requests are as before
-            self._stepping = False
-            self.scheduler.settle(self.scheduler.running)
-            aborted = [self._states[i] for i in sorted(self._aborted) if i in self._states]
-            self._aborted.clear()
-            late = [self._finish(state, "abort") for state in aborted]
-        reports += late
+            self._end_step()
+        reports += self._ended
+        self._ended = []
         if self.config.check:
-            self.memory.check(self._states.values())
+            with self._lock:
+                self.memory.check(self._states.values())
         return reports
+
+    def _end_step(self) -> None:
+        """Settle the step, then end the requests that were aborted while it ran."""
+        with self._lock:
+            try:
+                self.scheduler.settle(self.scheduler.running)
+                aborted = [self._states[i] for i in sorted(self._aborted) if i in self._states]
+                self._ended += [self._finish(state, "abort") for state in aborted]
+            finally:
+                self._aborted.clear()
+                self._stepping = False
 
     def _run(self, plan: StepPlan) -> _Reports:
         """Draft, forward, verify, accept."""
@@ -190,7 +215,7 @@ class Engine:
             for state, limit in zip(plan.decoding, plan.limits)
         )
         self.metrics.draft_version, emitted_before = getattr(self._default_drafter, "version", 0), self.metrics.emitted
-        drafts = self._draft(plan.decoding, plan.limits)
+        drafts = self._drafting.ask(plan.decoding, plan.limits)
         drafted = time.perf_counter()
         packed = pack_step(
             list(zip(plan.decoding, drafts)), plan.chunks, self.config.page_size, self.model.device,
@@ -213,7 +238,8 @@ class Engine:
         end = time.perf_counter()
         if hidden is not None:
             accepted = None if outcome is None else outcome.accepted_nodes
-            show(committed_rows(packed, plan.chunks, accepted), hidden, self._context, self._give_up)
+            seen = committed_rows(packed, plan.chunks, accepted)
+            show(seen, hidden, self._drafting.context, self._drafting.give_up)
         observing = time.perf_counter() - end
         self.metrics.draft_time_s += drafted - start + observing
         self.metrics.verify_time_s += end - verified
@@ -229,39 +255,6 @@ class Engine:
             self.metrics.price(end - start + observing, plain)
         self.policy.record(outcomes, timing)
         return reports
-
-    def _draft(self, states: Sequence[RequestState], limits: Sequence[Limit]) -> list[Draft]:
-        """Ask each request's drafter; one that raises, answers nonsense or is always late is given up, and counted."""
-        drafts = [Draft()] * len(states)
-        for drafter in {id(state.drafter): state.drafter for state in states}.values():
-            rows = [i for i, s in enumerate(states) if s.drafter is drafter and limits[i].depth > 0]
-            if not rows:
-                continue
-            start = time.perf_counter()
-            try:
-                proposed = drafter.propose([states[i] for i in rows], [limits[i] for i in rows], self._context)
-                for i, draft in zip(rows, [d.checked(limits[i]) for i, d in zip(rows, proposed, strict=True)]):
-                    drafts[i] = draft
-            except Exception as error:
-                self._give_up([states[i] for i in rows], f"{error!r}")
-                continue
-            limit, seconds = self.config.draft_timeout_s, time.perf_counter() - start
-            late = limit is not None and seconds > limit
-            self._late[id(drafter)] = self._late.get(id(drafter), 0) + 1 if late else 0
-            if self._late[id(drafter)] >= _STRIKES:
-                self._give_up([states[i] for i in rows], f"took {seconds:.3f} s, allowed {limit} s")
-        return drafts
-
-    def _give_up(self, states: Sequence[RequestState], why: str) -> None:
-        """The requests go on without drafts."""
-        if not states:
-            return
-        logger.warning("drafter %s failed (%s); its requests go on without drafts", states[0].drafter.name, why)
-        for state in states:
-            state.drafter = self._drafters.get("none")
-            self.scheduler.release_drafts(state)
-            state.stats.drafter_failures += 1
-            self.metrics.drafter_failures += 1
 
     def _forward(self, packed: Packed, hidden: HiddenStates | None) -> torch.Tensor:
         start = time.perf_counter()
@@ -307,7 +300,10 @@ class Engine:
         outcomes: list[DraftOutcome] = []
         for state, draft, ids, emitted, nodes, flags, logprobs in rows:
             fatal = f"verify: flags {flags:#x}" if flags & _NO_TOKEN else None
-            new, text, reason = take(state, ids[: emitted - (fatal is not None)], fatal)
+            judged = emitted - (fatal is not None)
+            if state.fault is not None:  # its rows were not what they should have been
+                fatal, judged = state.fault, 0
+            new, text, reason = take(state, ids[:judged], fatal)
             before = state.context_len
             state.tokens += new
             state.context_len = min(before + emitted, len(state.tokens))
@@ -321,20 +317,20 @@ class Engine:
                 counters.nan_rows += flags & _NAN_ROW != 0
                 counters.resample_fallback += flags & _EMPTY_RESIDUAL != 0
                 counters.overshoot += emitted - len(new) if reason == "stop" else 0
-            if len(draft) and not flags:
+            if len(draft) and not flags and fatal is None:
                 refused = not exhausted and len(new) == emitted
                 outcomes.append(DraftOutcome(state.id, min(emitted - 1, len(new)), refused))
             if flags & _BAD_DRAFT:
                 state.draft_strikes += 1
-                if state.draft_strikes == _STRIKES:
-                    self._give_up([state], f"verify: flags {flags:#x}")
-            if reason == "error":
-                state.cursor = None  # rows of this step are not to be found by anyone
+                if state.draft_strikes == STRIKES:
+                    self._drafting.give_up([state], f"verify: flags {flags:#x}")
+            if reason == "error":  # rows of this step are not to be found by anyone, and with NaN none of it at all
+                self.memory.disown(state, flags & _NAN_ROW != 0)
             else:
                 self.memory.keep(state, draft, before, nodes[:emitted])
             accepted = min(emitted - 1, len(new))
             event = Event(state.id, new, text, accepted, logprobs=_logprobs(state, logprobs, len(new)))
-            reports.append(self._finish(state, reason, event) if reason else (event, state.request.on_event))
+            reports.append(self._finish(state, reason, event) if reason else (event, state))
         return reports, outcomes
 
     # ---- a request's life
@@ -349,13 +345,14 @@ class Engine:
         return prepare(request, self.model, self.arena, drafter, self._namespace)
 
     def _enqueue(self, states: list[RequestState]) -> int:
-        for state in states:
-            self._states[state.id] = state
-            self.scheduler.waiting.append(state)
-            self.metrics.requests += 1
+        with self._lock:
+            for state in states:
+                self._states[state.id] = state
+                self.scheduler.waiting.append(state)
+                self.metrics.requests += 1
         return states[0].id
 
-    def _finish(self, state: RequestState, reason: str, event: Event | None = None) -> tuple[Event, Any]:
+    def _finish(self, state: RequestState, reason: str, event: Event | None = None) -> tuple[Event, RequestState]:
         """End a request: its full pages stay in the prefix cache, everything else goes back."""
         state.finish_reason = reason
         if state in self.scheduler.running:
@@ -363,10 +360,11 @@ class Engine:
         self.scheduler.remove(state)
         self.policy.forget(state.id)
         del self._states[state.id]
+        self._drafting.left(state.drafter)
         self.metrics.finish(reason, state.stats)
         if event is None:
             event = Event(state.id, [], state.stream.push([], last=True), 0)
-        return replace(event, result=state.result()), state.request.on_event
+        return replace(event, result=state.result()), state
 
 
 def _logprobs(state: RequestState, values: list[Any] | None, count: int) -> list[Any] | None:

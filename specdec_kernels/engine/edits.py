@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,6 +19,8 @@ from specdec_kernels.engine.drafters import Draft
 
 if TYPE_CHECKING:
     from specdec_kernels.engine.request import Request, RequestState
+
+logger = logging.getLogger("specdec_kernels")
 
 NEVER = float("-inf")
 
@@ -58,6 +61,7 @@ class RowEdits:
                 self._slot(token)
         self.counting = request.presence_penalty != 0 or request.frequency_penalty != 0
         self.repeating = request.repetition_penalty != 1
+        self.ended = False
         if self.repeating:
             for token in prompt:
                 self._seen[self._slot(token)] = True
@@ -69,22 +73,25 @@ class RowEdits:
 
     def accept(self, tokens: Sequence[int]) -> tuple[int, str | None]:
         """Take in emitted tokens. Returns how many belong to the text (the grammar may end before the last of them) and
-        what is wrong, if the grammar does not allow one."""
-        for i, token in enumerate(tokens):
-            if self.counting or self.repeating:
-                slot = self._slot(token)
-                self._counts[slot] += 1
-                self._seen[slot] = True
-            if self.grammar is not None:
+        what is wrong, if the grammar does not allow one or raises. `ended`: whether the grammar's text is complete."""
+        for token in tokens if self.counting or self.repeating else ():
+            slot = self._slot(token)
+            self._counts[slot] += 1
+            self._seen[slot] = True
+        kept = 0
+        if self.grammar is None:
+            return len(tokens), None
+        try:
+            for token in tokens:
                 if self.grammar.ended:
-                    return i, None
+                    break
                 if not self.grammar.accept(token):
-                    return i, f"grammar: expected an allowed token, got {token}"
-        return len(tokens), None
-
-    @property
-    def ended(self) -> bool:
-        return self.grammar is not None and self.grammar.ended
+                    return kept, f"grammar: expected an allowed token, got {token}"
+                kept += 1
+            self.ended = self.grammar.ended
+        except Exception as error:
+            return kept, f"grammar: {error!r}"
+        return kept, None
 
     def _slot(self, token: int) -> int:
         if token not in self._slots:
@@ -130,9 +137,10 @@ class RowEdits:
             values = values.masked_fill(early[:, None] & stops, NEVER)
         return ids.to(torch.int32), values
 
-    def fill_allowed(self, draft: Draft, rows: torch.Tensor) -> None:
-        """The grammar's bits for every node, int32 [nodes, W]. Nothing is allowed behind a token that is not; behind
-        the end of the text everything is, because the stop cuts it off."""
+    def fill_allowed(self, draft: Draft, rows: torch.Tensor, vocab_size: int) -> None:
+        """The grammar's bits for every node, int32 [nodes, W]. Nothing is allowed behind a token that is not, or that
+        is outside the vocabulary; behind the end of the text everything is, because the stop cuts it off. The grammar
+        is left as it was, also if it raises."""
         grammar = self.grammar
         assert grammar is not None
         rows.zero_()
@@ -147,9 +155,12 @@ class RowEdits:
                 return
             grammar.fill_allowed(rows[node])
             for child in children[node]:
-                if grammar.accept(draft.token_ids[child - 1]):
-                    visit(child)
-                    grammar.rollback(1)
+                token = draft.token_ids[child - 1]
+                if 0 <= token < vocab_size and grammar.accept(token):
+                    try:
+                        visit(child)
+                    finally:
+                        grammar.rollback(1)
 
         visit(0)
 
@@ -163,7 +174,8 @@ class RowEdits:
 
 def process_rows(states: Sequence[RequestState], drafts: Sequence[Draft], logits: torch.Tensor) -> torch.Tensor:
     """`logits` [N, V or more] after the requests' own processors, every node with the text of its path; float32 if
-    there is one. A node below an id outside the vocabulary is left alone: it is never accepted."""
+    there is one. A node below an id outside the vocabulary is left alone: it is never accepted. A processor that raises
+    is its request's `fault`."""
     if all(state.request.logits_processor is None for state in states):
         return logits
     logits, start = logits.to(torch.float32, copy=True), 0
@@ -174,11 +186,20 @@ def process_rows(states: Sequence[RequestState], drafts: Sequence[Draft], logits
             for token, parent in zip(draft.token_ids, draft.parents):
                 above = texts[parent]
                 texts.append(None if above is None or not 0 <= token < logits.shape[1] else [*above, token])
-            for row, text in enumerate(texts, start):
-                if text is not None:
-                    logits[row] = processor(text, logits[row])
+            try:
+                for row, text in enumerate(texts, start):
+                    if text is not None:
+                        logits[row] = processor(text, logits[row])
+            except Exception as error:
+                _blame(state, "logits_processor", error)
         start += len(draft) + 1
     return logits
+
+
+def _blame(state: RequestState, what: str, error: Exception) -> None:
+    """A request's own code raised: it ends with this step, and no other does."""
+    state.fault = f"{what}: {error!r}"
+    logger.warning("%s of request %d failed", what, state.id, exc_info=error)
 
 
 def step_edits(
@@ -186,7 +207,8 @@ def step_edits(
 ) -> dict[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """`allowed` and `bias` of a step's verification, as far as any of its requests needs them.
 
-    logits: [N, V or more], one row a node, requests in the order of `states`, roots first.
+    logits: [N, V or more], one row a node, requests in the order of `states`, roots first. A grammar that raises is its
+    request's `fault`.
     """
     if all(state.edits is None for state in states):
         return {}
@@ -201,7 +223,12 @@ def step_edits(
         if state.edits is not None and state.edits.grammar is not None:
             if allowed is None:
                 allowed = torch.full((len(logits), -(-vocab_size // 32)), -1, dtype=torch.int32)
-            state.edits.fill_allowed(draft, allowed[start : start + nodes])
+            mine = allowed[start : start + nodes]
+            try:
+                state.edits.fill_allowed(draft, mine, vocab_size)
+            except Exception as error:
+                mine.fill_(-1)
+                _blame(state, "grammar", error)
         width = 0
         if state.edits is not None:
             columns, added = state.edits.biases(draft, state.num_output, logits[start : start + nodes])

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
-from specdec_kernels.engine.batch import KVCache, TargetModel, share_pages
+from specdec_kernels.engine.batch import KVCache, TargetModel, draft_page_size, share_pages
 from specdec_kernels.engine.config import EngineConfig
 from specdec_kernels.engine.drafters import Draft, Drafter
 from specdec_kernels.engine.pages import Arena
 from specdec_kernels.engine.prefix_cache import PrefixCache
 from specdec_kernels.engine.request import RequestState
 from specdec_kernels.kv import copy_pages, kv_handle
+
+_GROWING = 256  # a drafter's rows of a request behind its text while a draft grows (EAGLE's default shape: 56)
 
 
 class Memory:
@@ -23,14 +25,17 @@ class Memory:
         self._drafter, self.config = drafter, config
         shape = getattr(drafter, "kv_shape", None)
         self.draft_cache: KVCache | None = None
+        num_pages = config.num_pages
         if shape is None:
-            self.cache = model.allocate_cache(config.num_pages, config.page_size)
+            self.cache = model.allocate_cache(num_pages, config.page_size)
         else:
-            self.cache, self.draft_cache = share_pages(
-                model.kv_shape, shape, config.num_pages, config.page_size, model.device
-            )
+            if config.draft_pages:
+                size = draft_page_size(model.kv_shape, shape, config.page_size)
+                rows = num_pages * config.page_size + config.max_batch * _GROWING
+                num_pages += -(-rows // size) + config.max_batch
+            self.cache, self.draft_cache = share_pages(model.kv_shape, shape, num_pages, config.page_size, model.device)
         self.arena = Arena(
-            config.num_pages,
+            num_pages,
             config.page_size,
             draft_page_size=0 if self.draft_cache is None else self.draft_cache.page_size,
             target_floor=config.target_floor,
@@ -84,6 +89,12 @@ class Memory:
         soft += state.pages[kept:last]
         del state.pages[kept:last]
         cache.retain(state.cursor, [*state.tokens[: before + 1], *draft.token_ids[:chain]], soft)
+
+    def disown(self, state: RequestState, all_of_it: bool) -> None:
+        """Tell the prefix cache nothing of a request's step; `all_of_it`: and let it forget what it was told before."""
+        if all_of_it and self.prefixes is not None and state.cursor is not None:
+            self.prefixes.forget(state.cursor)
+        state.cursor = None
 
     def check(self, states: Iterable[RequestState]) -> None:
         """RuntimeError unless every page is where exactly its owners say."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import weakref
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ Namespace = Hashable
 
 
 class _Node:
-    __slots__ = ("children", "key", "page", "parent", "stamp", "tree", "used")
+    __slots__ = ("__weakref__", "children", "key", "page", "parent", "stamp", "tree", "used")
 
     def __init__(self, tree: _Tree, parent: _Node | None, key: tuple[int, ...], page: int):
         self.tree, self.parent, self.key, self.page = tree, parent, key, page
@@ -32,10 +33,12 @@ class _Node:
 
 
 class _Tree:
-    """One namespace: KV of equal tokens in different namespaces is different."""
+    """One namespace: KV of equal tokens in different namespaces is different. Its root lives as long as a page of it or
+    a request's cursor."""
+
+    __slots__ = ("alive",)
 
     def __init__(self) -> None:
-        self.root = _Node(self, None, (), -1)
         self.alive = True
 
 
@@ -70,7 +73,7 @@ class PrefixCache:
 
     def __init__(self, arena: Arena, *, lookahead: int = 0, keep_soft: bool = True, drop_last: bool = False):
         self.arena, self.lookahead, self.keep_soft, self.drop_last = arena, lookahead, keep_soft, drop_last
-        self._trees: dict[Namespace, _Tree] = {}
+        self._roots: weakref.WeakValueDictionary[Namespace, _Node] = weakref.WeakValueDictionary()
         self._nodes: dict[int, _Node] = {}  # by page
         self._queue: list[tuple[int, int, int, _Node]] = []  # (class, last use, stamp, node): may be out of date
         self._clock = itertools.count(1)
@@ -86,7 +89,7 @@ class PrefixCache:
     def match(self, tokens: Sequence[int], namespace: Namespace = ()) -> Match:
         """The longest cached run of whole pages that starts `tokens` and leaves at least one token to compute. Its
         pages get the caller as an owner; SOFT ones among them are COMMITTED from then on."""
-        node = self._tree(namespace).root
+        node = root = self._root(namespace)
         path: list[_Node] = []
         size = self.arena.page_size
         while (len(path) + 1) * size < len(tokens):
@@ -103,7 +106,7 @@ class PrefixCache:
         for node in path:
             self.arena.share(node.page)
             soft += size * self._promote(node)
-        node = path[-1] if path else self._tree(namespace).root
+        node = path[-1] if path else root
         return Match([n.page for n in path], len(path) * size, soft, dropped, Cursor(node, len(path)))
 
     def extend(self, cursor: Cursor, tokens: Sequence[int], num_tokens: int, pages: list[int]) -> None:
@@ -159,24 +162,45 @@ class PrefixCache:
 
     def start(self, namespace: Namespace = ()) -> Cursor:
         """A cursor at the start of a text."""
-        return Cursor(self._tree(namespace).root, 0)
+        return Cursor(self._root(namespace), 0)
+
+    def forget(self, cursor: Cursor) -> int:
+        """Drop the pages of a running text that turned out bad: those up to its cursor that nobody else owns, and what
+        hangs on them; returns how many. A page shared with another request stays: that one meets the same fault. The
+        cursor is void then."""
+        node, top = cursor.node, None
+        while node.parent is not None and self.arena.owners(node.page) == 1:
+            top, node = node, node.parent
+        if top is None or not top.tree.alive:
+            return 0
+        del node.children[top.key]
+        dropped = [top]
+        for old in dropped:
+            dropped += old.children.values()
+            old.stamp = -1  # its entries in the eviction queue are void
+            del self._nodes[old.page]
+            self.arena.forget(old.page)
+        self._offer(node)
+        return len(dropped)
 
     def flush(self) -> int:
         """Forget everything (the target's weights changed); returns how many pages. Pages of running requests stay
         theirs, but are not kept when they end."""
         count = len(self._nodes)
-        for tree in self._trees.values():
-            tree.alive = False
+        for root in self._roots.values():
+            root.tree.alive = False
         pages = list(self._nodes)
-        self._trees, self._nodes, self._queue = {}, {}, []
+        self._roots.clear()
+        self._nodes, self._queue = {}, []
         for page in pages:
             self.arena.forget(page)
         return count
 
-    def _tree(self, namespace: Namespace) -> _Tree:
-        if namespace not in self._trees:
-            self._trees[namespace] = _Tree()
-        return self._trees[namespace]
+    def _root(self, namespace: Namespace) -> _Node:
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = _Node(_Tree(), None, (), -1)
+        return root
 
     def _key(self, tokens: Sequence[int], depth: int) -> tuple[int, ...] | None:
         """Tokens that page `depth` adds to its path; None if they are not all known."""

@@ -113,8 +113,9 @@ class Event:
 @dataclass(frozen=True)
 class Result:
     """A finished request. `finish_reason`: "stop", "length", "abort", "memory" (the page arena cannot hold it alone) or
-    "error" (its logits were unusable; `error` says how). `logprobs`: one natural logarithm a token, pairs (raw,
-    processed) for "both". `sample`: 0 ... n-1. `num_cached`: prompt tokens whose KV came from the prefix cache."""
+    "error" (its logits were unusable, or its grammar or processor raised; `error` says how). `logprobs`: one natural
+    logarithm a token, pairs (raw, processed) for "both". `sample`: 0 ... n-1. `num_cached`: prompt tokens whose KV came
+    from the prefix cache."""
 
     request_id: int
     token_ids: list[int]
@@ -159,6 +160,8 @@ class RequestState:
     logprobs: list[Any] = field(default_factory=list)
     num_cached: int | None = None  # prompt tokens found in the prefix cache; None until it was asked
     draft_strikes: int = 0  # steps in which its drafts were refused as faulty
+    fault: str | None = None  # what its grammar or processor raised: it ends with this step
+    deaf: bool = False  # its `on_event` raised
 
     @property
     def output(self) -> list[int]:

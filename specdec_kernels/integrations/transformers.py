@@ -32,12 +32,13 @@ def specdec_generate(
 
     drafter: a name (`ngram`, `self`, `eagle3`, ...) or a drafter object; num_drafts: most draft nodes a sequence and
     step; policy: see `Engine`. streamer: give it here, because `generate` does not hand its own on to a custom loop
-    (5.23); batch size 1 only.
+    (5.23); batch size 1 only. It gets what `generate` would give it: the prompt [1, n], then each token.
 
     Greedy output equals `generate`'s up to ties that rounding decides; sampled output has its law, but other tokens
     than `generate` would draw. Seeds come from torch's generator: `torch.manual_seed` reproduces a run. Processors are
     called with one row at a time (input_ids [1, n], the prompt's padding included, scores float32 [1, V]) for every
-    node, so they must be functions of the text; stopping criteria likewise, with scores None, for every token.
+    node, so they must be functions of the text; stopping criteria likewise, with scores None, for every token. What one
+    of them raises, the call raises.
 
     A model that transformers split over ranks (`from_pretrained(distributed_config=DistributedConfig(tp_size=2))` under
     torchrun) is decoded by all ranks together: each makes the same call, and seeds are the first rank's. With
@@ -65,16 +66,18 @@ def specdec_generate(
         with _lock, _Borrowed(model) as target:
             pages = sum(-(-(len(prompt) + room + num_drafts) // _PAGE) + 1 for prompt in prompts)
             config = EngineConfig(
-                page_size=_PAGE, num_pages=pages, max_batch=len(prompts), num_drafts=num_drafts, prefix_cache=False
-            )
+                page_size=_PAGE, num_pages=pages, max_batch=len(prompts), num_drafts=num_drafts, prefix_cache=False,
+                draft_pages=True,
+            )  # fmt: skip
             engine = Engine(target, drafter, config, policy=policy)
             seeds = torch.tensor([int(torch.randint(2**62, ())) for _ in prompts], device=input_ids.device)
             if target.parallel is not None:
                 seeds = target.parallel.same(seeds)
-            rows = {}
+            rows: dict[int, int] = {}
+            raised: list[Exception] = []
             for row, (prompt, seed) in enumerate(zip(prompts, seeds.tolist())):
                 own = _of_row(logits_processor, row)
-                law = _law(generation_config, own, input_ids[row].tolist(), len(prompt))
+                law = _law(generation_config, own, input_ids[row].tolist(), len(prompt), raised)
                 rows[engine.add(Request(prompt, max_tokens=room, seed=seed, **common | law))] = row
 
             def take(event: Event) -> None:
@@ -89,8 +92,12 @@ def specdec_generate(
                             engine.abort(event.request_id)
                         return
 
+            if streamer is not None:
+                streamer.put(input_ids.cpu())  # as `generate` does: one that skips prompts drops the first it gets
             while engine.has_work:
                 for event in engine.step():
+                    if raised:
+                        raise raised[0]
                     if event.result is not None and event.result.finish_reason in ("memory", "error"):
                         raise RuntimeError(
                             f"{_OP}: sequence {rows[event.request_id]}: {event.result.error or 'memory'}"
@@ -173,15 +180,19 @@ def _prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> li
     return prompts
 
 
-def _law(config: Any, processors: Any, padded: list[int], num_prompt: int) -> dict[str, Any]:
+def _law(config: Any, processors: Any, padded: list[int], num_prompt: int, raised: list[Exception]) -> dict[str, Any]:
     """One row's law: our own filters where transformers' say the same, else its processors, called node by node with
-    what they would get there: the padded row and the new tokens."""
+    what they would get there: the padded row and the new tokens. raised: takes what they raise."""
     known = _filters(processors, padding=len(padded) - num_prompt)
     if known is not None:
         return ({"temperature": 1.0} if config.do_sample else {}) | known
 
     def process(text: list[int], row: torch.Tensor) -> torch.Tensor:
-        return processors(torch.tensor([padded + text[num_prompt:]], device=row.device), row[None])[0]
+        try:
+            return processors(torch.tensor([padded + text[num_prompt:]], device=row.device), row[None])[0]
+        except Exception as error:
+            raised.append(error)
+            raise
 
     return {"logits_processor": process, "temperature": 1.0 if config.do_sample else 0.0}
 

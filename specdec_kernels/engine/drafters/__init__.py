@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -139,11 +140,17 @@ class NoDrafter:
 
 @dataclass
 class DrafterTable:
-    """Drafters by name, made on first use and then shared by all requests of an engine."""
+    """Drafters by name, made on first use and then shared by all requests of an engine; and the objects that requests
+    bring, as long as somebody holds them."""
 
     model: TargetModel | None = None
     made: dict[str, Drafter] = field(default_factory=lambda: {"none": NoDrafter()})
-    attached: list[Drafter] = field(default_factory=list)
+    _known: dict[int, Callable[[], Drafter | None]] = field(default_factory=dict)  # by id
+
+    @property
+    def attached(self) -> list[Drafter]:
+        """Those whose `attach` was called."""
+        return [drafter for known in list(self._known.values()) if (drafter := known()) is not None]
 
     def get(self, drafter: str | Drafter | None) -> Drafter:
         if drafter is None:
@@ -159,9 +166,13 @@ class DrafterTable:
         return self.made[drafter]
 
     def _attach(self, drafter: Drafter) -> Drafter:
-        if hasattr(drafter, "attach") and self.model is not None and not any(d is drafter for d in self.attached):
+        if hasattr(drafter, "attach") and self.model is not None and id(drafter) not in self._known:
             drafter.attach(self.model)
-            self.attached.append(drafter)
+            key, known = id(drafter), self._known
+            try:
+                known[key] = weakref.ref(drafter, lambda _: known.pop(key, None))
+            except TypeError:  # made of slots: held for good
+                known[key] = lambda: drafter
         return drafter
 
 
