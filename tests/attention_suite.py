@@ -211,6 +211,7 @@ class Problem:
             limit = factors[1] * own.mean() + 1e-6
             assert error.mean() <= limit, f"{self.label}: mean error {error.mean():.3g} exceeds {limit:.3g}"
         if lse is not None:
+            assert np.isneginf(as64(lse)[used:]).all(), f"{self.label}: lse of rows behind cu_nodes[B] must be -inf"
             got_lse = as64(lse)[:used]
             empty = np.isneginf(expected_lse[:used])
             assert (np.isneginf(got_lse) == empty).all(), f"{self.label}: lse is -inf exactly where nothing is visible"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +49,37 @@ def arguments_of(problem: Problem, backend) -> dict[str, Any]:
     backend.require("tree_attention")
     moved = problem.to(backend.device)
     return {**moved.tensors, **moved.options, **backend.kwargs, "max_nodes": moved.max_nodes, "return_lse": True}
+
+
+NO_MEMORY = """
+import resource, torch
+from specdec_kernels.attention import tree_attention
+
+def call(q, num_splits):
+    caches = [torch.ones(1, 1, 1, 64).expand(1, 2**16, 1, 64)] * 2
+    table = torch.zeros(1, 2**14, dtype=torch.int32)
+    ints = [torch.tensor(x, dtype=torch.int32) for x in ([2**30 if num_splits > 1 else 100], [0, len(q)])]
+    return tree_attention(q, *caches, table, *ints, None, max_nodes=len(q), num_splits=num_splits)
+
+torch.set_num_threads(1)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, -1))
+try:
+    call(torch.ones(64, 1, 64), 2**20)  # a million partial results: 18 GB
+    raise SystemExit("there was memory")
+except MemoryError:
+    pass
+out = call(torch.ones(64, 1, 64), 1)
+torch.testing.assert_close(out, torch.ones(64, 1, 64))
+print("sound")
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits of memory are set as on Linux")
+def test_a_call_without_memory_leaves_the_next_one_sound():
+    """The CPU op keeps its working memory from call to call: a MemoryError leaves it without size or bytes."""
+    done = subprocess.run([sys.executable, "-c", NO_MEMORY], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "sound\n"), done.stderr[-2000:]
 
 
 def test_all_options_together(backend):
@@ -126,6 +160,19 @@ def test_only_empty_requests(backend):
     out, _ = problem.run(backend)
     assert out.shape == (2, 4, 64)
     assert not out.any()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_rows_of_a_padded_bucket(backend, dtype):
+    """More rows behind the batch than in it, aligned and not: 0 and -inf, and nothing beside them is touched."""
+    problem = build([chain(4), chain(2)], [9, 20], rng_of("bucket"), dtype=dtype, heads=(6, 2), tail_rows=37)
+    rows = len(problem.tensors["q"])
+    for first in (0, 1):
+        wide = poisoned(rows + 1, 7, 67, dtype=dtype, device=backend.device)
+        part = wide[:rows, :6, first : first + 64]
+        problem.check(*problem.run(backend, out=part))
+        part.fill_(float("nan"))
+        assert wide.isnan().all()
 
 
 def test_no_pages_at_all(backend):

@@ -13,6 +13,7 @@
 namespace specdec {
 
 constexpr int kTileKeys = 64;  // keys a tile: one 64-bit word of visibility a query row
+constexpr int kMaxHeadDim = 256;
 
 struct TreeRequest {
   int64_t context_len, num_slots;

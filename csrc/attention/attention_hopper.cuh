@@ -241,7 +241,6 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Item& it
                                         const unsigned char* ring, const typename Tile::Info* infos, Pipe& pipe) {
   const int lane = threadIdx.x % 32, warp = Consumers::thread() / 32;
   const float k_scale = p.k_scale ? p.k_scale[item.head * p.k_scale_stride] : 1.0f;
-  constexpr float kLog2E = 1.4426950408889634f;
   const ScoreScale scale = {p.softmax_scale * k_scale * (p.softcap > 0.0f ? 1.0f / p.softcap : kLog2E),
                             p.softcap * kLog2E};
 #pragma unroll
@@ -336,7 +335,6 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
       ptx::prefetch_tensor_map(&maps.v);
     }
   }
-  if (blockIdx.x + 1 == gridDim.x) clear_tail<T>(p);
   __syncthreads();
   if (threadIdx.x < Producers::kThreads) {
     ptx::give_registers<kProducerRegisters>();
@@ -346,6 +344,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     return;
   }
   ptx::take_registers<kConsumerRegisters>();
+  if (threadIdx.x / 32 == kHopperThreads / 32 - 1) clear_tail<T>(p, blockIdx.x, gridDim.x);
   for_each_item<Consumers, Tile::kRows>(p, walks[1], [&] {
     WarpState<Tile> state;
     consume<Tile>(p, walks[1].item, state, ring, infos, pipe);

@@ -11,7 +11,7 @@ namespace specdec {
 template <class Tile>
 int ring_stages(const MachineLimits& machine) {
   constexpr int64_t kReserved = reserved_shared(Tile::kRows);
-  static_assert(1024 + sizeof(WalkState) + sizeof(MergeState<Tile>) + 96 <= kReserved, "96: clear_tail's scratch");
+  static_assert(1024 + sizeof(WalkState) + sizeof(MergeState<Tile>) <= kReserved);
   for (int64_t limit : {machine.shared_multiprocessor / 2, machine.shared_tile})
     for (int stages = kMaxStages; stages >= 2; stages--)
       if (Tile::bytes(stages) + kReserved <= limit) return stages;

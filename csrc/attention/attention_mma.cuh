@@ -38,7 +38,6 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const Item& ite
   auto* infos = reinterpret_cast<TileInfo<Tile>*>(ring + Tile::ring(stages));
   TileLoader<Tile> loader(p, item, ring, infos);
   const float k_scale = p.k_scale ? p.k_scale[item.head * p.k_scale_stride] : 1.0f;
-  constexpr float kLog2E = 1.4426950408889634f;
   const ScoreScale scale = {p.softmax_scale * k_scale * (p.softcap > 0.0f ? 1.0f / p.softcap : kLog2E),
                             p.softcap * kLog2E};
 #pragma unroll
@@ -105,7 +104,7 @@ __global__ void __launch_bounds__(kMmaThreads, MmaTile<T, KV, D, DV, kRows>::kMi
     SPECDEC_DYNAMIC_SHARED(unsigned char, shared);
     SPECDEC_SHARED(WalkState, walk, 1);
     SPECDEC_SHARED(MergeState<Tile>, scratch, 1);
-    if (blockIdx.x + 1 == gridDim.x) clear_tail<T>(p);
+    if (threadIdx.x / 32 == kMmaWarps - 1) clear_tail<T>(p, blockIdx.x, gridDim.x);  // while thread 0 reads the plan
     for_each_item<WholeBlock, kRows>(p, walk[0], [&] {
       WarpState<Tile> state;
       attend<Tile>(p, walk[0].item, state, shared);

@@ -2,24 +2,26 @@
 //
 // The warp goes through 64-key tiles: lane l scores keys l and l + 32, the warp's softmax is updated once a tile, then
 // the lanes take turns at the output dims (lane l owns dims l, l + 32, ...) and walk the visible keys.
-// Also here: the rows behind the last request. Grid: (rows / 4, KV heads, requests + 1). Numerics: float32 throughout.
+// Also here: the rows behind the last request. Grid: (row tiles of 4, KV heads, up to 65535 requests in order).
+// Numerics: float32 throughout.
 #pragma once
 #include "attention_tail.cuh"
 
 namespace specdec {
 
-constexpr int kSimtWarps = 4, kSimtMaxDim = 256;
+constexpr int kSimtWarps = 4, kSimtMaxDim = kMaxHeadDim;
 
 template <class T>
 __global__ void __launch_bounds__(32 * kSimtWarps) clear_tail_kernel(const AttentionParams p) {
-  clear_tail<T>(p);
+  const uint32_t warps = blockDim.x / 32;
+  clear_tail<T>(p, blockIdx.x * warps + threadIdx.x / 32, gridDim.x * warps);
 }
 
 template <class T, class KV>
 __global__ void __launch_bounds__(32 * kSimtWarps, 6) tree_attention_simt_kernel(const AttentionParams p) {
   SPECDEC_SHARED(float, query_rows, kSimtWarps* kSimtMaxDim);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.y;
-  const int32_t b = ordered_request(p, blockIdx.z);
+  const int32_t b = ordered_request(p, p.first_order + blockIdx.z);
   if (b < 0) return;
   const AttentionRequest r = attention_request(p, b);
   const int32_t row = static_cast<int32_t>(blockIdx.x) * kSimtWarps + warp;

@@ -43,6 +43,7 @@ static bool launch_hopper(AttentionParams p, const MmaLaunch& launch) {
       launch.blocks < launch.machine.multiprocessors ? launch.blocks : launch.machine.multiprocessors;
   SPECDEC_LAUNCH((tree_attention_hopper_kernel<T, D>), dim3(static_cast<unsigned>(blocks > 0 ? blocks : 1)),
                  dim3(kHopperThreads), bytes, launch.stream, p, maps);
+  check_launch("tree_attention");
   return true;
 }
 

@@ -11,7 +11,6 @@ struct ScoreScale {
 
 // tanh to 2e-7, absolutely: times a softcap that is far below what rounding a score to 16 bits has cost already.
 __device__ __forceinline__ float fast_tanh(float y) {
-  constexpr float kLog2E = 1.4426950408889634f;
   return 1.0f - __fdividef(2.0f, 1.0f + ptx::ex2(2.0f * kLog2E * y));
 }
 

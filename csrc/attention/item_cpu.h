@@ -4,12 +4,11 @@
 #include <cmath>
 #include <cstring>
 
+#include "common/numerics.h"
 #include "common/paged_kv.h"
 #include "schedule_cpu.h"
 
 namespace specdec {
-
-constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 // Addresses of a tile's 64 keys in the block's first head; bit i of `live` is clear where there is none (behind the
 // end, or no valid page).
@@ -51,9 +50,9 @@ class ItemWorker {
 
   // Results go to `partials` (a chunk: out, maxima, sums of all rows) or, with a single chunk, to the output.
   void run(const Block& block, int chunk, float* partials) {
-    const RequestShape shape = request_shape(p_, block.request);
+    const AttentionRequest request = attention_request(p_, block.request);
     const int64_t stride = padded_rows(p_, block.num_nodes), rows = block.num_heads * stride;
-    load_queries(block, shape);
+    load_queries(block, request);
     std::memset(out_, 0, sizeof(float) * rows * p_.v_dim);
     std::memset(row_sum_, 0, sizeof(float) * rows * kLanes);
     for (int64_t r = 0; r < rows; r++) row_max_[r] = -INFINITY;
@@ -63,7 +62,7 @@ class ItemWorker {
     int64_t tile = base + static_cast<int64_t>(chunk) * block.chunk_tiles, end = tile + block.chunk_tiles;
     if (tile < block.first_tile) tile = block.first_tile;
     if (end > block.first_tile + block.num_tiles) end = block.first_tile + block.num_tiles;
-    attend_tiles(block, shape, tile, end);
+    attend_tiles(block, request, tile, end);
 
     float* part = partials + block.partials + static_cast<int64_t>(chunk) * rows * (p_.v_dim + 2);
     if (block.num_chunks > 1) {
@@ -78,13 +77,13 @@ class ItemWorker {
         if (block.num_chunks > 1)
           part[rows * (p_.v_dim + 1) + at] = sum;
         else
-          finish_row(block, shape, h, r, out_ + at * p_.v_dim, row_max_[at], sum);
+          finish_row(block, request, h, r, out_ + at * p_.v_dim, row_max_[at], sum);
       }
   }
 
   // Chunks in order, so that the sum does not depend on who finished when.
   void merge(const Block& block, const float* partials) {
-    const RequestShape shape = request_shape(p_, block.request);
+    const AttentionRequest request = attention_request(p_, block.request);
     const int64_t stride = padded_rows(p_, block.num_nodes), rows = block.num_heads * stride;
     const float* first = partials + block.partials;
     const int64_t chunk = rows * (p_.v_dim + 2);
@@ -101,28 +100,28 @@ class ItemWorker {
           total += weight * sum[c * chunk];
           kernels_.add_scaled(first + c * chunk + at * p_.v_dim, weight, out_, p_.v_dim);
         }
-        finish_row(block, shape, h, r, out_, top, total);
+        finish_row(block, request, h, r, out_, top, total);
       }
   }
 
  private:
-  void load_queries(const Block& block, const RequestShape& shape) {
+  void load_queries(const Block& block, const AttentionRequest& request) {
     const int64_t bytes = element_bytes(p_.q_element), stride = padded_rows(p_, block.num_nodes);
     for (int h = 0; h < block.num_heads; h++)
       for (int r = 0; r < block.num_nodes * p_.group; r++) {
-        const int64_t row = shape.first_row + block.first_node + r / p_.group;
+        const int64_t row = request.first_row + block.first_node + r / p_.group;
         const int64_t head = static_cast<int64_t>(block.first_head + h) * p_.group + r % p_.group;
         kernels_.convert(p_.q + (row * p_.q_stride_n + head * p_.q_stride_h) * bytes, p_.q_element,
                          q_ + (h * stride + r) * q_row_, p_.head_dim);
       }
   }
 
-  void resolve(const Block& block, const RequestShape& shape, int64_t tile, TileRows& rows) const {
-    const int32_t* table = p_.page_table + block.request * p_.max_pages;
+  void resolve(const Block& block, const AttentionRequest& request, int64_t tile, TileRows& rows) const {
+    const int32_t* table = request.page_row;
     const int64_t bytes = element_bytes(p_.kv_element);
     const char* k_head = p_.k_cache + block.first_head * p_.k_stride_head * bytes;
     const char* v_head = p_.v_cache + block.first_head * p_.v_stride_head * bytes;
-    int64_t position = tile * kTileKeys, end = shape.length + shape.start + shape.num_nodes;
+    int64_t position = tile * kTileKeys, end = request.tree.context_len + request.tree.num_slots;
     int64_t column = position / p_.page_size, row = position % p_.page_size;
     rows.live = 0;
     for (int i = 0; i < kTileKeys; i++, position++, row++) {
@@ -141,16 +140,12 @@ class ItemWorker {
   }
 
   // visible_[r] for every row of a head; returns their union.
-  uint64_t look(const Block& block, const RequestShape& shape, int64_t first_key, uint64_t live, bool& all) {
-    const TreeRequest request = {shape.length, shape.start + shape.num_nodes,
-                                 p_.positions ? p_.positions + shape.first_row : nullptr, p_.window};
+  uint64_t look(const Block& block, const AttentionRequest& request, int64_t first_key, uint64_t live, bool& all) {
     uint64_t any = 0;
     all = true;
     for (int i = 0; i < block.num_nodes; i++) {
-      const int64_t row = shape.first_row + block.first_node + i;
-      const TreeQuery query = {shape.causal ? nullptr : p_.tree_mask + row * p_.num_words, p_.num_words,
-                               shape.start + block.first_node + i, query_position(block, shape, i)};
-      const uint64_t bits = visible_keys(request, query, first_key) & live;
+      const TreeQuery query = attention_query(p_, request, block.first_node + i);
+      const uint64_t bits = visible_keys(request.tree, query, first_key) & live;
       any |= bits;
       all &= bits == ~uint64_t{0};
       for (int g = 0; g < p_.group; g++) visible_[i * p_.group + g] = bits;
@@ -158,27 +153,22 @@ class ItemWorker {
     return any;
   }
 
-  int64_t query_position(const Block& block, const RequestShape& shape, int i) const {
-    if (p_.window < 0) return 0;
-    const int64_t node = block.first_node + i;
-    return shape.causal ? shape.length + shape.start + node : p_.positions[shape.first_row + node];
-  }
-
-  void attend_tiles(const Block& block, const RequestShape& shape, int64_t tile, int64_t end) {
+  void attend_tiles(const Block& block, const AttentionRequest& request, int64_t tile, int64_t end) {
     // Keys in [full_begin, full_end) are seen by every node of the block: no mask is looked at there.
-    int64_t full_begin = 0, full_end = shape.length + (shape.causal ? shape.start + block.first_node + 1 : 0);
+    int64_t full_begin = 0,
+            full_end = request.tree.context_len + (request.causal ? request.start + block.first_node + 1 : 0);
     for (int i = 0; p_.window >= 0 && i < block.num_nodes; i++) {
-      const int64_t begin = query_position(block, shape, i) - p_.window + 1;
+      const int64_t begin = attention_query(p_, request, block.first_node + i).position - p_.window + 1;
       if (begin > full_begin) full_begin = begin;
     }
     TileRows buffers[2];
-    if (tile < end) resolve(block, shape, tile, buffers[0]);
+    if (tile < end) resolve(block, request, tile, buffers[0]);
     for (int turn = 0; tile < end; tile++, turn ^= 1) {
       TileRows &now = buffers[turn], &next = buffers[turn ^ 1];
       const int64_t first_key = tile * kTileKeys;
       bool all = now.live == ~uint64_t{0} && first_key >= full_begin && first_key + kTileKeys <= full_end;
-      const uint64_t any = all ? now.live : look(block, shape, first_key, now.live, all);
-      if (tile + 1 < end) resolve(block, shape, tile + 1, next);
+      const uint64_t any = all ? now.live : look(block, request, first_key, now.live, all);
+      if (tile + 1 < end) resolve(block, request, tile + 1, next);
       for (int h = 0; any && h < block.num_heads; h++) {
         const bool last = h + 1 == block.num_heads;
         lines_[0] = zeros_;
@@ -217,8 +207,8 @@ class ItemWorker {
     args.careful = pack(rows, head, any, !all, ahead);
     args.head_dim = p_.head_dim;
     args.v_dim = p_.v_dim;
-    args.scale = p_.softcap > 0 ? scale / p_.softcap : scale * kLog2e;
-    args.cap = p_.softcap > 0 ? p_.softcap * kLog2e : 0.0f;
+    args.scale = p_.softcap > 0 ? scale / p_.softcap : scale * kLog2E;
+    args.cap = p_.softcap > 0 ? p_.softcap * kLog2E : 0.0f;
     args.ahead = &ahead;
     const int64_t first = head * padded_rows(p_, block.num_nodes);
     for (int r = 0; r < num_rows; r += args.rows) {
@@ -254,12 +244,13 @@ class ItemWorker {
   }
 
   // Normalise, apply the value scale and the sink (one more key of weight exp(sink), value 0), write out and lse.
-  void finish_row(const Block& block, const RequestShape& shape, int h, int r, const float* x, float max, float sum) {
-    const int64_t row = shape.first_row + block.first_node + r / p_.group;
+  void finish_row(const Block& block, const AttentionRequest& request, int h, int r, const float* x, float max,
+                  float sum) {
+    const int64_t row = request.first_row + block.first_node + r / p_.group;
     const int64_t kv_head = block.first_head + h, head = kv_head * p_.group + r % p_.group;
     const bool empty = max == -INFINITY && sum == 0;
     float denominator = sum;
-    if (p_.sinks && !empty) denominator += std::exp2(p_.sinks[head] * kLog2e - max);
+    if (p_.sinks && !empty) denominator += std::exp2(p_.sinks[head] * kLog2E - max);
     const float v_scale = p_.v_scale ? p_.v_scale[kv_head * p_.v_scale_stride] : 1.0f;
     char* out = p_.out + (row * p_.out_stride_n + head * p_.out_stride_h) * element_bytes(p_.q_element);
     kernels_.store(x, empty ? 0.0f : v_scale / denominator, out, p_.q_element, p_.v_dim);

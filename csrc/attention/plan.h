@@ -19,7 +19,8 @@
 
 namespace specdec {
 
-// int32 fields of the plan tensor: the header, then first_unit[num_order + 1], then item_units[num_order].
+// int32 fields of the plan tensor: the header, then first_unit[num_order + 1], then item_units[num_order]. kPlanGrain,
+// the number of units that one of the plan stands for, is for people who read a plan.
 enum PlanField { kPlanTag, kPlanTileRows, kPlanKvHeads, kPlanOrder, kPlanShare, kPlanSnap, kPlanWorkers, kPlanGrain };
 constexpr int kPlanHeader = 8;
 constexpr int32_t kPlanTagValue = 0x706c616e;

@@ -7,28 +7,7 @@ namespace specdec {
 
 constexpr int kPlanThreads = 256;
 
-// Sum of the values of lower threads; `all` gets the sum of every thread's.
-__device__ __forceinline__ int64_t block_prefix(int64_t value, int64_t* scratch, int64_t& all) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int64_t inclusive = value;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int64_t below = __shfl_up_sync(kFullWarp, inclusive, distance);
-    if (lane >= distance) inclusive += below;
-  }
-  if (lane == 31) scratch[warp] = inclusive;
-  __syncthreads();
-  int64_t before = 0;
-  all = 0;
-  for (int w = 0; w < kPlanThreads / 32; w++) {
-    if (w < warp) before += scratch[w];
-    all += scratch[w];
-  }
-  __syncthreads();  // scratch is free again
-  return before + inclusive - value;
-}
-
-__global__ void __launch_bounds__(kPlanThreads) plan_tree_attention_kernel(const PlanParams p) {
+__global__ void __launch_bounds__(kPlanThreads, 4) plan_tree_attention_kernel(const PlanParams p) {
   SPECDEC_SHARED(int64_t, scratch, kPlanThreads / 32);
   int64_t total = 0, longest = 0;
   for (int32_t n = threadIdx.x; n < p.num_order; n += kPlanThreads) {
@@ -46,7 +25,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_tree_attention_kernel(const
     const PlanRequest r = n < p.num_order ? p.request(n) : PlanRequest{0, 0};
     const int64_t units = ceil_shift(r.units, grain);
     int64_t all = 0;
-    const int64_t before = block_prefix(r.items * units, scratch, all);
+    const int64_t before = block_exclusive_sum(r.items * units, &all, scratch);
     if (n < p.num_order) {
       first_unit[n] = static_cast<int32_t>(unit + before);
       item_units[n] = static_cast<int32_t>(units);

@@ -13,6 +13,7 @@
 #include <memory>
 #include <new>
 
+#include "args.h"
 #include "tile_cpu.h"
 
 namespace specdec {
@@ -25,9 +26,11 @@ class Arena {
     used_ = 0;
     if (bytes <= size_) return;
     std::free(base_);
-    size_ = (bytes + 4095) & ~size_t{4095};
-    base_ = static_cast<char*>(std::aligned_alloc(4096, size_));
+    size_ = 0;  // also if there is no memory now: the next, smaller call asks again
+    const size_t whole = (bytes + 4095) & ~size_t{4095};
+    base_ = static_cast<char*>(std::aligned_alloc(4096, whole));
     if (!base_) throw std::bad_alloc();
+    size_ = whole;
   }
   template <class T>
   T* take(int64_t count) {
@@ -45,24 +48,10 @@ class Arena {
   size_t size_ = 0, used_ = 0;
 };
 
-// One call: every pointer and stride (in elements; last dimensions are dense).
-struct TreeAttentionParams {
+struct TreeAttentionParams : AttentionCall {
   const TileKernels* kernels;
   Element q_element, kv_element;
-  const char *q, *k_cache, *v_cache;
-  char* out;
-  float* lse;  // [N, Hq], may be null
-  int64_t q_stride_n, q_stride_h, out_stride_n, out_stride_h, lse_stride_n;
-  int64_t k_stride_page, k_stride_row, k_stride_head, v_stride_page, v_stride_row, v_stride_head;
-  const int32_t *page_table, *context_lens, *cu_nodes, *tree_mask, *query_start, *positions, *request_order;
-  const bool* causal;
-  const float *sinks, *k_scale, *v_scale;
-  int64_t k_scale_stride, v_scale_stride;  // 0: one scale for all heads
-  int64_t num_rows, num_requests, num_order, max_pages, num_pages, page_size;
-  int num_q_heads, num_kv_heads, group, head_dim, v_dim, num_words;
-  float softmax_scale, softcap;
-  int window, num_splits;
-  bool batch_invariant;
+  int num_splits;
 };
 
 struct Block {
@@ -71,26 +60,6 @@ struct Block {
   int32_t first_item;
   int64_t partials;  // offset of the block's partial results, in floats; unused with one chunk
 };
-
-// The geometry of one request as its nodes see it; garbage lengths are clamped, and a request with garbage offsets
-// is empty: neither reaches another request's rows.
-struct RequestShape {
-  int64_t first_row, num_nodes, start, length;
-  bool causal;
-};
-
-inline RequestShape request_shape(const TreeAttentionParams& p, int64_t b) {
-  RequestShape s;
-  int64_t begin = p.cu_nodes[b], end = p.cu_nodes[b + 1];
-  bool valid = 0 <= begin && begin <= end && end <= p.num_rows;
-  s.first_row = valid ? begin : 0;
-  s.num_nodes = valid ? end - begin : 0;
-  s.start = p.query_start && p.query_start[b] > 0 ? p.query_start[b] : 0;
-  int64_t capacity = p.max_pages * p.page_size;
-  s.length = p.context_lens[b] < 0 ? 0 : p.context_lens[b] > capacity ? capacity : p.context_lens[b];
-  s.causal = !p.tree_mask || (p.causal && p.causal[b]);
-  return s;
-}
 
 constexpr int kBlockRowLimit = 256;     // rows of one head
 constexpr int kBlockOutputs = 1 << 17;  // float32 outputs of a block (512 KiB): they stay in the second-level cache
@@ -105,23 +74,10 @@ inline int64_t nodes_per_block(const TreeAttentionParams& p, int64_t num_nodes) 
 }
 
 // Tiles that hold a key some node of the block may see.
-inline void block_tiles(const TreeAttentionParams& p, const RequestShape& s, Block& block) {
-  int64_t end = s.length + s.start + (s.causal ? block.first_node + block.num_nodes : s.num_nodes);
-  int64_t capacity = p.max_pages * p.page_size;
-  if (end > capacity) end = capacity;
-  int64_t begin = 0;
-  if (p.window >= 0) {
-    int64_t lowest = INT64_MAX;
-    for (int64_t i = block.first_node; i < block.first_node + block.num_nodes; i++) {
-      int64_t position = s.causal ? s.length + s.start + i : p.positions[s.first_row + i];
-      lowest = position < lowest ? position : lowest;
-    }
-    begin = lowest - p.window + 1;
-    begin = begin < 0 ? 0 : begin > s.length ? s.length : begin;  // tree slots are cut by depth, inside their tiles
-  }
-  block.first_tile = static_cast<int32_t>(begin / kTileKeys);
-  int64_t tiles = (end + kTileKeys - 1) / kTileKeys - block.first_tile;
-  block.num_tiles = static_cast<int32_t>(tiles > 0 ? tiles : 0);
+inline void block_tiles(const TreeAttentionParams& p, const AttentionRequest& r, Block& block) {
+  const TileRange tiles = key_tiles(p, r, block.first_node, int64_t{block.first_node} + block.num_nodes - 1);
+  block.first_tile = tiles.begin;
+  block.num_tiles = tiles.end > tiles.begin ? tiles.end - tiles.begin : 0;
 }
 
 // Rows a head takes in a block's arrays: AMX tiles touch up to 31 rows behind the last one.
@@ -147,19 +103,19 @@ void for_each_block(const TreeAttentionParams& p, int heads_limit, Visit&& visit
   for (int64_t i = 0; i < p.num_order; i++) {
     int64_t b = p.request_order ? p.request_order[i] : i;
     if (b < 0 || b >= p.num_requests) continue;
-    const RequestShape s = request_shape(p, b);
-    if (!s.num_nodes) continue;
-    const int64_t step = nodes_per_block(p, s.num_nodes);
+    const AttentionRequest r = attention_request(p, static_cast<int32_t>(b));
+    if (!r.num_nodes) continue;
+    const int64_t step = nodes_per_block(p, r.num_nodes);
     const int heads = heads_per_block(p, step, heads_limit);
-    for (int64_t first = 0; first < s.num_nodes; first += step)
+    for (int64_t first = 0; first < r.num_nodes; first += step)
       for (int head = 0; head < p.num_kv_heads; head += heads) {
         Block block = {};
         block.request = static_cast<int32_t>(b);
         block.first_head = head;
         block.num_heads = p.num_kv_heads - head < heads ? p.num_kv_heads - head : heads;
         block.first_node = static_cast<int32_t>(first);
-        block.num_nodes = static_cast<int32_t>(s.num_nodes - first < step ? s.num_nodes - first : step);
-        block_tiles(p, s, block);
+        block.num_nodes = static_cast<int32_t>(r.num_nodes - first < step ? r.num_nodes - first : step);
+        block_tiles(p, r, block);
         visit(block);
       }
   }

@@ -2,8 +2,7 @@
 //
 //   packed K  [D / pack units][64 keys]      packed V  [64 / pack units][Dv]      a unit is 32 bits: one float, or two
 //                                                                                 bfloat16 (pack = 2) of one dot pair
-//   scores [rows, 64] = Q x packed K      out [rows, Dv] += P x packed V          both are the same small matrix
-//   product
+//   scores [rows, 64] = Q x packed K      out [rows, Dv] += P x packed V          the same small matrix product
 //
 // K is transposed once a tile and shared by all group * nodes rows, so that its cost fades with the rows.
 #pragma once
@@ -22,7 +21,6 @@ inline int element_bytes(Element element) {
 constexpr int kLanes = 16;         // partial row sums a row, reduced once at the end
 constexpr int kMaxBlockRows = 32;  // rows of one attend call
 constexpr float kRescaleLog2 = 8;  // a running maximum is raised only when a score exceeds it by 2^8
-constexpr int kMaxHeadDim = 256;
 
 // Cache lines of the next tile, asked for one by one while this tile is computed: hardware prefetching stops at page
 // borders, and a burst of requests would stall the core that issues it.

@@ -6,6 +6,8 @@
 #pragma once
 #include <torch/csrc/stable/library.h>
 
+#include <string_view>
+
 #include "check.h"
 #include "device.cuh"
 
@@ -25,7 +27,11 @@ inline Stream current_stream(const Tensor&) {
   return 0;
 }
 inline void allow_shared_memory(const void*, int64_t) {}
-inline void check_launch(const char*) {}
+// *_sm90.cu are a library of their own (setup.py), and every library has a CUDA runtime, and a last error, of its own.
+constexpr int kCudaRuntime = std::string_view(__BASE_FILE__).ends_with("_sm90.cu");
+static inline void check_launch(const char* op) {
+  ::emulated::check_launch(op, kCudaRuntime);
+}
 inline int multiprocessor_count(const Tensor&) {
   return 4;
 }  // enough to make every split and wave path run
@@ -40,11 +46,13 @@ int architecture_of_code(Kernel*) {
   return ::emulated::config.path == ::emulated::Path::ptx ? ::emulated::ptx_architecture : 90;
 }
 }  // namespace specdec
-#define SPECDEC_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
-  (static_cast<void>(stream), ::emulated::launch_kernel(#kernel, kernel, grid, block, shared_bytes, __VA_ARGS__))
+#define SPECDEC_LAUNCH(kernel, grid, block, shared_bytes, stream, ...)               \
+  (static_cast<void>(stream), ::emulated::calling_runtime = ::specdec::kCudaRuntime, \
+   ::emulated::launch_kernel(#kernel, kernel, grid, block, shared_bytes, __VA_ARGS__))
 
 #else
 
+#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/c/shim.h>
 
 #define SPECDEC_CUDA_LIBRARY(m) STABLE_TORCH_LIBRARY_IMPL(specdec, CUDA, m)
@@ -57,23 +65,19 @@ using Stream = cudaStream_t;
 inline void check_cuda(const char* op, cudaError_t status) {
   if (status != cudaSuccess) throw std::runtime_error(std::string(op) + ": CUDA: " + cudaGetErrorString(status));
 }
+// The last error is that of this library's CUDA runtime: whoever launches a kernel checks it in the same library.
 inline void check_launch(const char* op) {
   check_cuda(op, cudaGetLastError());
 }
 
-// Makes the tensor's device current for its lifetime.
+// Makes the tensor's device current for its lifetime. torch's own guard: cudaSetDevice back to a device that nobody has
+// used yet would give that one a context of some hundred MB, and not going back would change torch's current device.
 class DeviceGuard {
  public:
-  explicit DeviceGuard(const Tensor& tensor) {
-    check_cuda("device guard", cudaGetDevice(&before_));
-    if (tensor.get_device_index() != before_) check_cuda("device guard", cudaSetDevice(tensor.get_device_index()));
-  }
-  ~DeviceGuard() { cudaSetDevice(before_); }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
+  explicit DeviceGuard(const Tensor& tensor) : guard_(tensor.get_device_index()) {}
 
  private:
-  int before_ = 0;
+  torch::stable::accelerator::DeviceGuard guard_;
 };
 
 inline Stream current_stream(const Tensor& tensor) {

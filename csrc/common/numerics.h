@@ -8,6 +8,8 @@
 
 namespace specdec {
 
+constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
+
 SPECDEC_HD uint32_t float_bits(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
@@ -93,11 +95,6 @@ SPECDEC_HD Float8E5M2 to_float8_e5m2(float x) {
   }
   rest += 0xc8000000u + 0xfffffu + ((rest >> 21) & 1u);  // rebias by -112
   return Float8E5M2{static_cast<uint8_t>(sign | (rest >> 21))};
-}
-
-// log(1 - exp(d)) for d < 0 without cancellation (Maechler 2012): -inf at d = 0.
-SPECDEC_HD float log1mexp(float d) {
-  return d > -0.6931471805599453f ? logf(-expm1f(d)) : log1pf(-expf(d));
 }
 
 // Order-preserving unsigned key of a float: a < b iff key(a) < key(b). NaN must be removed first.

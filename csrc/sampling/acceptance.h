@@ -6,7 +6,7 @@
 
 namespace specdec {
 
-// log(1 - exp(d)), d <= 0, in float64 (the float32 twin is log1mexp in common/numerics.h).
+// log(1 - exp(d)), d <= 0, without cancellation (Maechler 2012): -inf at d = 0.
 SPECDEC_HD double log_one_minus_exp(double d) {
   return d > -0.6931471805599453 ? log(-expm1(d)) : log1p(-exp(d));
 }

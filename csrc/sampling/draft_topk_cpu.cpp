@@ -1,11 +1,9 @@
 // draft_topk on the CPU: a row is read once, 1024 logits a step, with an online log-sum-exp and a running top-k.
 //
-//   weigh   the step's maximum, and its sum of exp((logit - reference) * tau). The reference is near the largest logit
-//   so
-//           far; a step whose maximum lies 40 above it moves it, and is weighed again
-//   above   only in steps that reach the bound, which is the k-th best logit so far; in the first step, the k-th
-//   largest
-//           of 64 part maxima. Columns rise, so a later logit that equals the k-th best loses to it
+//   weigh   the step's maximum, and its sum of exp((logit - reference) * tau). The reference is near the
+//           largest logit so far; a step whose maximum lies 40 above it moves it, and is weighed again
+//   above   only in steps that reach the bound, which is the k-th best logit so far; in the first step, the
+//           k-th largest of 64 part maxima. Columns rise, so a later logit that equals the k-th best loses to it
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -81,7 +79,6 @@ struct RowSum {
 
 // Leaves the k best (logit, column) in `best`, sorted.
 RowSum read_row(const DraftTopkArgs& p, const Row& row, std::vector<Candidate>& best) {
-  constexpr float kLog2e = 1.44269504088896341f;
   const DraftTopkKernels& loops = kernels();
   float x[kStep], values[kStep], bound = -kInfLogit;
   int32_t places[kStep];
@@ -94,17 +91,17 @@ RowSum read_row(const DraftTopkArgs& p, const Row& row, std::vector<Candidate>& 
       row.clean(base, n, x);
       logits = {x, DraftLogits::float32};
     }
-    DraftStep step = loops.weigh(logits, n, found.reference, p.tau * kLog2e);
+    DraftStep step = loops.weigh(logits, n, found.reference, p.tau * kLog2E);
     if (step.max > kInfLogit) {  // an infinity
       row.clean(base, n, x);
       logits = {x, DraftLogits::float32};
-      step = loops.weigh(logits, n, found.reference, p.tau * kLog2e);
+      step = loops.weigh(logits, n, found.reference, p.tau * kLog2E);
     }
     if (!(step.max >= -kInfLogit)) continue;  // nothing here
     if (!((step.max - found.reference) * p.tau <= kFar)) {
       if (found.sum > 0.0) found.sum *= exp((static_cast<double>(found.reference) - step.max) * p.tau);
       found.reference = step.max;
-      step = loops.weigh(logits, n, found.reference, p.tau * kLog2e);
+      step = loops.weigh(logits, n, found.reference, p.tau * kLog2E);
     }
     found.sum += step.sum;
     found.top = std::max(found.top, step.max);

@@ -24,7 +24,6 @@ constexpr int kChunk = 8;  // logits of a thread and tile
 constexpr int32_t kTile = kTopkThreads * kChunk;
 constexpr int32_t kLimit = 2048;  // list entries that outlive a tile
 constexpr int32_t kList = kLimit + kTile;
-constexpr float kLog2e = 1.44269504088896341f;
 
 template <class T>
 struct Chunk {
@@ -101,7 +100,7 @@ __global__ void __launch_bounds__(kTopkThreads) draft_topk_kernel(const DraftTop
   const T* row = static_cast<const T*>(p.logits) + r * p.row_stride;
   const bool aligned = reinterpret_cast<uintptr_t>(row) % 16 == 0;
   const int32_t slack = p.k + p.k / 2 + 64;
-  const float scale = p.tau * kLog2e;
+  const float scale = p.tau * kLog2E;
 
   float largest = -INFINITY, sum = 0.0f, floor = -INFINITY;  // floor: the bound's logit
   uint64_t bound = 0;

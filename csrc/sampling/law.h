@@ -25,7 +25,6 @@ constexpr double kNegInf = -__builtin_huge_val();
 // plus d * tau * 2^-24; exactly 2^-n at the float nearest -n ln 2 for n up to 8. Below `lowest` (2^-125, mass 0) it is
 // that of `lowest`.
 constexpr float kExpShift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer and leaves it in the low bits
-constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kExp2C1 = 6.93147004e-1f, kExp2C2 = 2.40222424e-1f, kExp2C3 = 5.55073358e-2f;
 constexpr float kExp2C4 = 9.67151299e-3f, kExp2C5 = 1.32647273e-3f;
 SPECDEC_HD float exp_scaled(float d, float rate, float lowest) {

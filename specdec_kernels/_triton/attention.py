@@ -269,13 +269,14 @@ def impl_tree_attention(
     v_dim, requests = v_cache.shape[3], context_lens.shape[0]
     if num_rows == 0 or num_heads == 0:
         return
+    order = requests if request_order is None else request_order.shape[0]
+    _check("request_order", order <= 65535, "at most 65535 requests (the third dimension of a grid)", order)
     block_dv = triton.next_power_of_2(v_dim)
     lse_stride = 0 if lse is None else lse.stride(0)
     _clear_tail_kernel[(num_rows,)](
         out, lse, cu_nodes, out.stride(0), out.stride(1), lse_stride, requests, num_rows, num_heads, DV=v_dim,
         BLOCK_DV=block_dv, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
-    order = requests if request_order is None else request_order.shape[0]
     row_axis, head_axis = (1, 2) if kv_layout == "NHD" else (2, 1)
     kv_heads, page_size = k_cache.shape[head_axis], k_cache.shape[row_axis]
     group = num_heads // kv_heads

@@ -60,6 +60,15 @@ class Library:
         finally:
             self.config = before
 
+    @contextlib.contextmanager
+    def refusing(self, part: str) -> Iterator[None]:
+        """Launches of kernels with `part` in their name fail, as where the device has no code of them."""
+        self._c.emulated_refuse_kernels(part.encode())
+        try:
+            yield
+        finally:
+            self._c.emulated_refuse_kernels(b"")
+
     def apply(self) -> None:
         c = self.config
         self._c.emulated_configure(

@@ -17,6 +17,7 @@ namespace emulated {
 
 extern bool hopper;           // host code: the device is an sm_90; set by emulated_hopper
 extern int ptx_architecture;  // path B: what the PTX was compiled for; set by emulated_ptx_architecture
+extern int calling_runtime;   // host code: the CUDA runtime (0, 1) whose library launches
 
 // A source position: of the CUDA source on path A, of a PTX statement ("file:line < file:line", line 0) on path B.
 struct At {
@@ -97,6 +98,7 @@ struct LaunchShape {
 void launch(const char* name, LaunchShape shape, Body body, void* closure, size_t closure_bytes);
 bool launch_ptx(const void* kernel, LaunchShape shape, const unsigned char* parameters, size_t bytes);
 size_t error_count();
+void check_launch(const char* op, int runtime);  // cudaGetLastError: throws what refused a launch of that runtime
 
 // Runs `kernel`: its C++ body on path A; on path B the translation of the PTX entry with the same mangled name.
 template <class... Parameters, class... Arguments>

@@ -21,6 +21,8 @@
 
 namespace emulated {
 
+extern std::string last_error[2];  // of a CUDA runtime, until check_launch takes it
+
 constexpr uint32_t kMaxThreads = 1024;
 constexpr size_t kSharedLimit = 227 << 10;  // largest dynamic shared memory of a block (sm_90)
 constexpr size_t kArena = 256 << 10;        // arena of a block: dynamic, then static objects with red zones

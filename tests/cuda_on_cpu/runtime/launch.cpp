@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <stdexcept>
 
 #include "c_api.h"
 #include "internal.h"
@@ -15,6 +16,9 @@ Grid grid{};
 int planted_bug = 0;
 bool hopper = false;
 int ptx_architecture = 80;
+int calling_runtime = 0;
+std::string last_error[2];
+static std::string refused_kernels;
 static uint64_t launches = 0;
 
 // Memory goes back without ASan's marks, or whoever gets these addresses next is accused.
@@ -102,10 +106,18 @@ static bool refuse(const char* name, LaunchShape shape) {
   if (shape.shared_bytes > kSharedLimit) fault = std::to_string(shape.shared_bytes) + " bytes of shared memory";
   if (shape.grid.x == 0 || shape.grid.y == 0 || shape.grid.z == 0) fault = "empty grid";
   if (shape.grid.y > 65535 || shape.grid.z > 65535) fault = "grid dimension y or z over 65535";
+  if (!refused_kernels.empty() && strstr(name, refused_kernels.c_str())) fault = "no kernel image";
   if (fault.empty()) return false;
   grid.name = name;
   report("launch refused: " + fault);
+  last_error[calling_runtime] = "launch refused: " + fault;
   return true;
+}
+
+void check_launch(const char* op, int runtime) {
+  std::string error;
+  error.swap(last_error[runtime]);
+  if (!error.empty()) throw std::runtime_error(std::string(op) + ": CUDA: " + error);
 }
 
 void launch(const char* name, LaunchShape shape, Body body, void* closure, size_t closure_bytes) {
@@ -208,6 +220,9 @@ void emulated_plant(int bug) {
 }
 void emulated_hopper(int on) {
   emulated::hopper = on != 0;
+}
+void emulated_refuse_kernels(const char* part) {
+  emulated::refused_kernels = part;
 }
 void emulated_ptx_architecture(int number) {
   emulated::ptx_architecture = number;

@@ -113,5 +113,6 @@ const char* emulated_error(size_t index) {
 void emulated_clear_errors() {
   emulated::reports.clear();
   emulated::seen.clear();
+  for (std::string& error : emulated::last_error) error.clear();
 }
 }
