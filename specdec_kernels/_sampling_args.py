@@ -142,6 +142,7 @@ def tree_arg(op: str, tree: DraftTree, nodes: int, requests: int | None = None) 
     if not hasattr(tree, "cu_nodes"):
         raise TypeError(f"{op}: tree: expected a DraftTree (build_tree, chain_tree), got {type(tree).__name__}")
     got = tree.cu_nodes.shape[0] - 1
+    _ops.expect(op, "tree", got >= 0, "cu_nodes of shape [B + 1]", list(tree.cu_nodes.shape))
     if requests is not None and got != requests:
         _ops.expect(op, "tree", False, f"{requests} requests as in sampling", got)
     index_arg(op, "tree", tree.parents, nodes)

@@ -94,3 +94,15 @@ def test_reduced_vocabulary(backend: Backend):
     assert out.token_ids.cpu().tolist() == targets[torch.tensor(ids)].tolist()
     np.testing.assert_allclose(out.log_probs.cpu().numpy(), logs, atol=6e-6)
     np.testing.assert_allclose(out.lse.cpu().numpy(), lse, atol=6e-6)
+
+
+@pytest.mark.parametrize("temperature", [1e36, 1e37, 3e38, 1e39, INF])
+def test_the_highest_temperature(backend: Backend, temperature: float):
+    """Higher ones count as 1e36, as in `verify`: 1 / temperature stays a number, and what cannot be drawn stays so."""
+    backend.require("draft_topk")
+    logits = torch.tensor([[3.0, -INF, 1.0, math.nan, 2.0] * 300, [-3e38, 0.0, 1.0, 2.0, 3.0] * 300])
+    out = sk.draft_topk(logits.to(backend.device), 3, temperature=temperature, **backend.kwargs)
+    assert out.token_ids.cpu().tolist() == [[0, 5, 10], [4, 9, 14]]
+    masses = [900.0, 1200.0 + 300 * math.exp(-3e2)]
+    np.testing.assert_allclose(out.lse.cpu().numpy(), np.log(masses), rtol=1e-6)
+    np.testing.assert_allclose(out.log_probs.cpu().numpy(), -np.log(masses)[:, None].repeat(3, 1), rtol=1e-6)

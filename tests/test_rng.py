@@ -28,7 +28,7 @@ KNOWN = [
 ]
 
 SHIM = """
-#include "common/rng.h"
+#include "sampling/noise.h"
 extern "C" void words(const int64_t* key, const uint32_t* counter, uint32_t* out) {
   specdec::Philox p = specdec::draw(key[0], key[1], counter[0], counter[1], counter[2]);
   for (int i = 0; i < 4; i++) out[i] = p.word[i];
@@ -37,7 +37,7 @@ extern "C" void raw(const uint32_t* c, const uint32_t* k, uint32_t* out) {
   specdec::Philox p = specdec::philox4x32_10(c[0], c[1], c[2], c[3], k[0], k[1]);
   for (int i = 0; i < 4; i++) out[i] = p.word[i];
 }
-extern "C" double coin(uint32_t word) { return specdec::coin_from_word(word); }
+extern "C" double coin(uint32_t high, uint32_t low) { return specdec::coin_from_words(high, low).u; }
 """
 
 
@@ -51,7 +51,7 @@ def header(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     command = [compiler, "-O1", "-std=c++20", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}", "shim.cpp", "-o", "shim.so"]
     subprocess.run(command, cwd=folder, check=True)
     library = ctypes.CDLL(str(folder / "shim.so"))
-    library.coin.restype, library.coin.argtypes = ctypes.c_double, [ctypes.c_uint32]
+    library.coin.restype, library.coin.argtypes = ctypes.c_double, [ctypes.c_uint32] * 2
     return library
 
 
@@ -100,7 +100,8 @@ def test_coins_lie_strictly_inside_the_unit_interval(header):
     """u = 0 accepts what has no mass, u = 1 rejects what is certain: neither may exist, also at the top 128 words."""
     for word in [0, 1, *range(2**32 - 130, 2**32)]:
         assert 0 < rng.coin(word) < 1
-        assert header.coin(word) == rng.coin(word)
+        assert 0 < header.coin(word, word) < 1
+        assert header.coin(word, word) == min((word + rng.coin(word)) * 2.0**-32, 1 - 2.0**-53)
     assert np.float32((2**32 - 1) * 2.0**-32) == 1.0  # the product in float32 that the rule avoids
 
 

@@ -10,6 +10,7 @@ import torch
 
 import specdec_kernels as sk
 from python_ref.sampling import Parameters, edited_logits, kept_ids, unpack_allowed
+from specdec_kernels import _ops
 from tests.conftest import Backend
 from tests.sampling_helpers import (
     assert_biased,
@@ -153,6 +154,23 @@ def many(backend: Backend, p, ids, parents, *, q=None, method="rejection"):
     draft = None if q is None else np.tile(np.asarray(q, dtype=np.float32), (B * n, 1))
     return probs(backend, target, np.asarray(ids).ravel(), parents, rng.random(B * n), rng.random(B), copies=B,
                  draft=draft, method=method)  # fmt: skip
+
+
+def test_verify_probs_without_offsets(backend: Backend):
+    """cu_nodes has B + 1 elements: none are too few, for the public function and for the op under it."""
+    backend.require("verify_probs")
+    none = ints([], backend.device)
+    tree = tree_tensors([[-1]], backend.device)._replace(cu_nodes=none)
+    probs, coins = floats([[0.5, 0.5]], backend.device), floats([0.5], backend.device)
+    with pytest.raises(ValueError, match=r"^verify_probs: tree: expected cu_nodes of shape \[B \+ 1\], got \[0\]"):
+        sk.verify_probs(probs, ints([0], backend.device), tree, coins, coins, method="target_only", **backend.kwargs)
+    outputs = [ints(values, backend.device) for values in ([[7] * 2], [7], [[7] * 2], [7])]
+    arguments = [probs, None, ints([0], backend.device), none, tree.first_child, tree.next_sibling, coins, coins]
+    with pytest.raises(ValueError, match=r"^verify_probs: cu_nodes: expected shape \[B \+ 1\], got \[0\]"):
+        _ops.call(
+            "verify_probs", backend.selector, torch.device(backend.device), *arguments, "target_only", 1, *outputs
+        )
+    assert all((x == 7).all() for x in outputs)
 
 
 def test_verify_probs_laws(backend: Backend):

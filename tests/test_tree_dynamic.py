@@ -154,6 +154,22 @@ def test_rerank_of_many_candidates(backend: Any):
     assert got.flags.tolist() == [0, 0, 0, _ops.Flag.INDEX]
 
 
+def test_rerank_takes_no_workspace_between_words(gpu: Any):
+    """The workspace holds 64-bit keys: a slice that begins elsewhere would be a misaligned address on the device."""
+    gpu.require("rerank_tree")
+    size = _ops.workspace_size("rerank_tree", requests=1, candidates=3)
+    workspace = torch.zeros(size + 8, dtype=torch.uint8, device=gpu.device)
+    first = -workspace.data_ptr() % 8
+    scores = torch.tensor([0.0, -1.0, -2.0], device=gpu.device)
+    args = [torch.tensor(x, dtype=torch.int32, device=gpu.device) for x in ([-1, 0, 0], [0, 3], [2])]
+    for shift in (1, 4):
+        part = workspace[(first + shift) % 8 :][:size]
+        with pytest.raises(ValueError, match=r"^rerank_tree: workspace: expected an address that 8 divides"):
+            rerank_tree(scores, *args, total_nodes=2, workspace=part, **gpu.kwargs)
+    part = workspace[first:][:size]
+    assert rerank_tree(scores, *args, total_nodes=2, workspace=part, **gpu.kwargs)[0].tolist() == [0, 1]
+
+
 def test_rerank_leaves_its_workspace_zeroed(backend: Any):
     """Called twice on one workspace: the same result, and nothing left in it."""
     backend.require("rerank_tree")

@@ -1,13 +1,13 @@
-// The one header of device code, and the only file with inline PTX.
+// The one header of device code, and with hopper.cuh (sm_90a) the only file with inline PTX.
 //
 // Under nvcc it is CUDA. Under g++ with SPECDEC_EMULATED it is the language model of tests/cuda_on_cpu, so the same
 // kernel text runs on a CPU. Every wrapper below therefore has two bodies: the PTX, and its model. The model is what a
 // developer debugs in; that the PTX strings do the same is shown by running the compiled PTX as well
 // (docs/cuda_on_cpu.md, path B).
 //
-// Rules for kernels: include this header only (no cuda_bf16.h, no cooperative_groups); declare shared memory with
-// SPECDEC_SHARED / SPECDEC_DYNAMIC_SHARED; launch with SPECDEC_LAUNCH (launch.cuh); live in namespace specdec, never in
-// an anonymous namespace (PTX entries are found by mangled name).
+// Rules for kernels: include this header, and hopper.cuh in *_sm90.cu, only (no cuda_bf16.h, no cooperative_groups);
+// declare shared memory with SPECDEC_SHARED / SPECDEC_DYNAMIC_SHARED; launch with SPECDEC_LAUNCH (launch.cuh); live in
+// namespace specdec, never in an anonymous namespace (PTX entries are found by mangled name).
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -143,7 +143,8 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
   ::emulated::mma_m16n8(d, a, b, d, 16, ::emulated::Element::f16, at);
 #endif
 }
-// d += a b in tf32: a 16x8, b 8x8, one element a register (float bits; the low 13 bits are ignored).
+// d += a b in tf32: a 16x8, b 8x8, one element a register (float bits; the low 13 bits are ignored). Kept for tests: no
+// kernel uses it.
 __device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                                  uint32_t b1 SPECDEC_AT) {
 #if defined(__CUDA_ARCH__)
@@ -295,13 +296,6 @@ __device__ __forceinline__ void named_barrier_sync(int id, int count SPECDEC_AT)
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
 #elif defined(SPECDEC_EMULATED)
   ::emulated::barrier(id, count, true, at);
-#endif
-}
-__device__ __forceinline__ void named_barrier_arrive(int id, int count SPECDEC_AT) {
-#if defined(__CUDA_ARCH__)
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(count) : "memory");
-#elif defined(SPECDEC_EMULATED)
-  ::emulated::barrier(id, count, false, at);
 #endif
 }
 

@@ -79,6 +79,7 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
 
 // ------------------------------------------------------------------ copies
 // `bytes` from global to shared memory by the copy engine; all three multiples of 16. One thread issues it.
+// Kept for tests/cuda_on_cpu/kernels/hopper.cu: kernels copy by tensor maps.
 __device__ __forceinline__ void bulk_copy(void* destination, const void* source, uint32_t bytes,
                                           uint64_t* barrier SPECDEC_AT) {
 #if defined(__CUDA_ARCH__)
@@ -121,7 +122,7 @@ __device__ __forceinline__ void fence_async_proxy() {
 }
 
 // ------------------------------------------------------------------ wgmma
-enum class Swizzle : uint32_t { none = 0, bytes128 = 1, bytes64 = 2, bytes32 = 3 };
+enum class Swizzle : uint32_t { none = 0, bytes128 = 1 };
 
 // Descriptor of an operand in shared memory; what the offsets mean: tests/cuda_on_cpu/runtime/wgmma.cpp draws it.
 __device__ __forceinline__ uint64_t matrix_descriptor(const void* start, uint32_t leading_bytes, uint32_t stride_bytes,
@@ -198,7 +199,8 @@ __device__ __forceinline__ void wgmma_wait(SPECDEC_AT_ONLY) {
                  "n"(kTransposeB))
 
 // d (64 x N, this warpgroup's) = a b, plus d if `accumulate`: a 64 x 16, b 16 x N, both in shared memory. An operand is
-// K-major (rows of k, as Q and K of attention), or MN-major where `kTranspose` says so (V). N: 64 or 128.
+// K-major (rows of k, as Q and K of attention), or MN-major where `kTranspose` says so (V). N: 64 or 128. Kept for
+// tests: the kernel has a in registers.
 template <int kColumns, bool kTransposeA, bool kTransposeB, class T>
 __device__ __forceinline__ void wgmma(float (&d)[kColumns / 2], uint64_t a_matrix, uint64_t b_matrix, bool accumulate,
                                       T SPECDEC_AT) {

@@ -47,25 +47,6 @@ __device__ __forceinline__ T warp_max(T value) {
   return warp_reduce(value, Maximum{});
 }
 
-// Largest value and the lowest index that holds it.
-struct ValueIndex {
-  float value;
-  int index;
-};
-__device__ __forceinline__ ValueIndex better(ValueIndex a, ValueIndex b) {
-  bool take_b = b.value > a.value || (b.value == a.value && b.index < a.index);
-  return take_b ? b : a;
-}
-__device__ __forceinline__ ValueIndex warp_argmax(ValueIndex mine) {
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    ValueIndex other{__shfl_xor_sync(kFullWarp, mine.value, distance),
-                     __shfl_xor_sync(kFullWarp, mine.index, distance)};
-    mine = better(mine, other);
-  }
-  return mine;
-}
-
 // Every thread of the block gets the reduction; `scratch` holds one T a warp and may be reused at once.
 template <class T, class Operation>
 __device__ __forceinline__ T block_reduce(T value, Operation operation, T identity, T* scratch) {

@@ -54,9 +54,4 @@ SPECDEC_HD Philox draw(int64_t seed, int64_t position, uint32_t purpose, uint32_
                        static_cast<uint32_t>(s), static_cast<uint32_t>(s >> 32));
 }
 
-// Coin in (0, 1): midpoints of 2^-32 cells, as an exact float64.
-SPECDEC_HD double coin_from_word(uint32_t word) {
-  return (static_cast<double>(word) + 0.5) * 2.3283064365386962890625e-10;
-}
-
 }  // namespace specdec

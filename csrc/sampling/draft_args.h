@@ -16,7 +16,9 @@ struct DraftSampleArgs {
   int32_t* token_ids;      // [R, k]
   float *log_probs, *lse;  // [R, k], [R]
 
-  SPECDEC_HD int32_t target_id(int32_t column) const { return d2t ? column + d2t[column] : column; }
+  SPECDEC_HD int32_t target_id(int32_t column) const {  // of a column that exists; garbage offsets may wrap
+    return d2t ? static_cast<int32_t>(static_cast<uint32_t>(column) + static_cast<uint32_t>(d2t[column])) : column;
+  }
   SPECDEC_HD NoiseKey key(int64_t row, int64_t request) const {
     const uint32_t path = paths ? static_cast<uint32_t>(paths[row]) : 0;
     const uint32_t salt = coupled ? 0 : draft_salt(path, sampling.step_of(request));

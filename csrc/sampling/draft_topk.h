@@ -56,7 +56,7 @@ inline DraftTopkArgs check_draft_topk(const Tensor& logits, const std::optional<
   const int64_t limit = d2t ? d2t->size(0) : vocab_size;
   args.valid = static_cast<int32_t>(limit < columns ? limit : columns);
   args.k = static_cast<int32_t>(k);
-  args.tau = 1.0f / static_cast<float>(temperature);
+  args.tau = 1.0f / static_cast<float>(temperature < kHighestTemperature ? temperature : kHighestTemperature);
   return args;
 }
 

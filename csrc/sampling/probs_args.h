@@ -16,8 +16,8 @@ struct ProbsParams {
   const float *uniforms, *final_uniforms;
   int32_t *tokens, *num_emitted, *accepted, *flags;
 
-  SPECDEC_HD float p(int64_t node, int32_t id) const { return mass(target + node * stride_target, id); }
-  SPECDEC_HD float q(int64_t node, int32_t id) const { return mass(draft + node * stride_draft, id); }
+  SPECDEC_HD float target_mass(int64_t node, int32_t id) const { return mass(target + node * stride_target, id); }
+  SPECDEC_HD float draft_mass(int64_t node, int32_t id) const { return mass(draft + node * stride_draft, id); }
   SPECDEC_HD float mass(const float* row, int32_t id) const {
     const float x = id >= 0 && id < vocab ? row[id] : 0.0f;
     return x > 0.0f ? x : 0.0f;  // NaN and negative values have no mass
@@ -33,6 +33,8 @@ inline ProbsParams check_verify_probs(const Tensor& target_probs, const std::opt
   if (method != "rejection" && method != "target_only")
     fail(op, "method", "rejection or target_only, got '", method, "'");
   if (target_probs.dim() != 2) fail(op, "target_probs", "2 dimensions, got shape ", shape_text(target_probs));
+  check_index(op, "cu_nodes", cu_nodes, {kAny});
+  if (cu_nodes.size(0) < 1) fail(op, "cu_nodes", "shape [B + 1], got [0]");
   const int64_t N = target_probs.size(0), V = target_probs.size(1), B = cu_nodes.size(0) - 1, width = max_depth + 1;
   check_range(op, "max_depth", max_depth, 0, 1 << 20);
   check_tensor(op, "target_probs", target_probs, ScalarType::Float, {N, V});
@@ -42,7 +44,6 @@ inline ProbsParams check_verify_probs(const Tensor& target_probs, const std::opt
     check_dense_rows(op, "draft_probs", *draft_probs);
   }
   check_index(op, "draft_token_ids", draft_token_ids, {N});
-  check_index(op, "cu_nodes", cu_nodes, {kAny});
   check_index(op, "first_child", first_child, {N});
   check_index(op, "next_sibling", next_sibling, {N});
   check_index(op, "uniforms", uniforms, {N}, ScalarType::Float);

@@ -59,15 +59,15 @@ void verify_one(const ProbsParams& p, int64_t b) {
         bool twice = std::find(tried.begin(), tried.end(), id) != tried.end();
         if (twice || (rejection && drafted >= 0)) flags |= kFlagSiblings;
         if (rejection && drafted < 0) {
-          double target = p.p(row, id), draft = p.draft ? p.q(begin + kid, id) : 1.0;
+          double target = p.target_mass(row, id), draft = p.draft ? p.draft_mass(begin + kid, id) : 1.0;
           if (!(draft > 0.0) && id >= 0 && id < p.vocab) flags |= kFlagDraftMass;
           drafted = kid;
           tried.push_back(id);
           if (draft > 0.0 && target > 0.0 && p.uniforms[begin + kid] * draft < target) next = kid;
         } else if (!rejection && !twice) {
-          cumulative += p.p(row, id);
+          cumulative += p.target_mass(row, id);
           tried.push_back(id);
-          if (p.p(row, id) > 0.0f && p.uniforms[begin + p.first_child[row]] < cumulative) next = kid;
+          if (p.target_mass(row, id) > 0.0f && p.uniforms[begin + p.first_child[row]] < cumulative) next = kid;
         }
       }
       if (next >= 0) break;
@@ -77,13 +77,13 @@ void verify_one(const ProbsParams& p, int64_t b) {
     if (next < 0) {
       double u = p.final_uniforms[b];
       int32_t id = inverse_cdf(p.vocab, u, [&](int32_t v) -> double {
-        float target = p.p(row, v);
-        if (rejection && drafted >= 0 && p.draft) return std::max(0.0f, target - p.q(begin + drafted, v));
+        float target = p.target_mass(row, v);
+        if (rejection && drafted >= 0 && p.draft) return std::max(0.0f, target - p.draft_mass(begin + drafted, v));
         return std::find(tried.begin(), tried.end(), v) == tried.end() ? target : 0.0f;
       });
       if (id < 0) {
         flags |= kFlagZeroResidual;
-        id = inverse_cdf(p.vocab, u, [&](int32_t v) -> double { return p.p(row, v); });
+        id = inverse_cdf(p.vocab, u, [&](int32_t v) -> double { return p.target_mass(row, v); });
       }
       if (id < 0) flags |= kFlagDeadRow;
       tokens[depth] = id < 0 ? 0 : id;

@@ -94,13 +94,13 @@ __global__ void __launch_bounds__(kProbsThreads, 4) verify_probs_kernel(const __
       const bool twice = tried(id, kid);
       if (twice || (p.rejection && drafted >= 0)) flags |= kFlagSiblings;
       if (p.rejection && drafted < 0) {
-        const double target = p.p(row, id), draft = p.draft ? p.q(begin + kid, id) : 1.0;
+        const double target = p.target_mass(row, id), draft = p.draft ? p.draft_mass(begin + kid, id) : 1.0;
         if (!(draft > 0.0) && id >= 0 && id < p.vocab) flags |= kFlagDraftMass;
         drafted = kid;
         if (draft > 0.0 && target > 0.0 && p.uniforms[begin + kid] * draft < target) next = kid;
       } else if (!p.rejection && !twice) {
-        cumulative += p.p(row, id);
-        if (p.p(row, id) > 0.0f && p.uniforms[begin + p.first_child[row]] < cumulative) next = kid;
+        cumulative += p.target_mass(row, id);
+        if (p.target_mass(row, id) > 0.0f && p.uniforms[begin + p.first_child[row]] < cumulative) next = kid;
       }
       if (next >= 0) break;
     }
@@ -117,9 +117,9 @@ __global__ void __launch_bounds__(kProbsThreads, 4) verify_probs_kernel(const __
     for (int attempt = 0; attempt < 2 && id < 0; attempt++) {  // the residual, then the target itself
       if (attempt == 1) flags |= kFlagZeroResidual;
       id = block_inverse_cdf(p.vocab, p.final_uniforms[b], scratch[0], [&](int32_t v) -> double {
-        const float target = p.p(row, v);
+        const float target = p.target_mass(row, v);
         if (attempt == 1) return target;
-        if (p.rejection && drafted >= 0 && p.draft) return fmaxf(0.0f, target - p.q(begin + drafted, v));
+        if (p.rejection && drafted >= 0 && p.draft) return fmaxf(0.0f, target - p.draft_mass(begin + drafted, v));
         return tried(v, behind) ? 0.0f : target;
       });
     }

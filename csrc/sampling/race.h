@@ -2,11 +2,10 @@
 // 32 tokens share.
 //
 //   tokens of a block of 1024       group g: one column, its bound b = the largest weight of the row in it
-//     0   1   2  ...  31            its clock rings at rate 32 b: one word a group gives the first time, further words
-//    32  33  34  ...  63            the next ones. At every ring one of its 32 places is chosen evenly; the token there
-//    ..                             takes it with probability w / b, w its weight in the residual (w <= b), else
-//    nobody.
-//   992 993 994  ... 1023
+//     0   1   2  ...  31            its clock rings at rate 32 b: one word a group gives the first time, further
+//    32  33  34  ...  63            words the next ones. At every ring one of its 32 places is chosen evenly; the
+//    ..                             token there takes it with probability w / b, w its weight in the residual
+//   992 993 994  ... 1023           (w <= b), else nobody
 //
 // So token v takes rings at rate 32 b * 1/32 * w / b = w (thinning of a Poisson process, Lewis and Shedler 1979), and
 // the first taken ring anywhere is a draw in proportion to w. Any bound b >= w will do: it is rounded up to one of 256,

@@ -41,7 +41,7 @@ inline SampleArgs check_sample(const Tensor& logits, const Tensor& temperature, 
     check_index(op, "logprobs", *logprobs, {R, 2}, ScalarType::Float);
   else if (args.wanted != Logprobs::none)
     check_index(op, "logprobs", *logprobs, {R}, ScalarType::Float);
-  args.owners = {data_or_null<int32_t>(row_requests), data_or_null<int64_t>(row_positions), args.sampling.count};
+  args.owners = {data_or_null<int32_t>(row_requests), data_or_null<int64_t>(row_positions)};
   args.token_ids = mutable_data<int32_t>(token_ids);
   args.flags = mutable_data<int32_t>(flags);
   if (args.wanted != Logprobs::none) args.logprobs = mutable_data<float>(*logprobs);

@@ -52,7 +52,7 @@ int32_t load_tile(const Row& row, int32_t base, float* x, int32_t* flags) {
   int32_t n = span.n;
   row_kernels().convert(span, x);
   for (int32_t e = 0; e < row.num_bias; e++) {
-    int32_t i = row.bias_ids[e] - base;
+    int64_t i = int64_t{row.bias_ids[e]} - base;
     if (i >= 0 && i < n) x[i] += row.bias_values[e];
   }
   if (row.allowed != nullptr) {

@@ -113,7 +113,6 @@ void drop_unkept(const RowLaw& law, int32_t base, int32_t n, float* x);  // logi
 
 // The row's law under the filters: one read of the row, and a second one for the mass that hits the cache. A row that
 // is only drawn from, not compared with, needs no mass unless a filter does (`need_mass` false leaves log_mass at 0).
-//
 RowLaw row_law(Row row, const FilterParams& params, Scratch& work, bool need_mass = true);
 // The same from the statistics of its tiles, (maximum, sum of exp((l - maximum) / temperature)) each: no read of the
 // row but of one tile, if it has no top-k or top-p. A maximum that is NaN or +inf, or not in its tile, sends us to the

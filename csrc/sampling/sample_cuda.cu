@@ -91,9 +91,9 @@ __global__ void __launch_bounds__(kRowThreads, 3) filter_rows_kernel(const __gri
 __global__ void __launch_bounds__(kRowThreads, 6)
     residual_log_weights_kernel(const __grid_constant__ ResidualWeightsArgs a) {
   const int64_t r = blockIdx.x;
-  const float *p = a.target + r * a.target_stride, *q = a.draft + r * a.draft_stride;
+  const float *target = a.target + r * a.target_stride, *draft = a.draft + r * a.draft_stride;
   for (int64_t v = threadIdx.x; v < a.columns; v += kRowThreads)
-    a.out[r * a.columns + v] = static_cast<float>(log_residual(p[v], q[v], a.log_scale[r]));
+    a.out[r * a.columns + v] = static_cast<float>(log_residual(target[v], draft[v], a.log_scale[r]));
 }
 
 // ------------------------------------------------------------------ host

@@ -53,7 +53,6 @@ inline SamplingArgs check_sampling(const char* op, const Tensor& temperature, co
 struct RowOwners {
   const int32_t* requests = nullptr;
   const int64_t* positions = nullptr;
-  int64_t num_requests = 0;
 
   SPECDEC_HD int64_t request(int64_t row) const { return requests ? requests[row] : row; }
 };

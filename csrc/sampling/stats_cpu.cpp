@@ -64,9 +64,9 @@ void residual_log_weights_cpu(const Tensor& target_log_probs, const Tensor& draf
   const ResidualWeightsArgs args = check_residual_log_weights(target_log_probs, draft_log_probs, log_scale, out);
   torch::stable::parallel_for(0, args.rows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; r++) {
-      const float *p = args.target + r * args.target_stride, *q = args.draft + r * args.draft_stride;
+      const float *target = args.target + r * args.target_stride, *draft = args.draft + r * args.draft_stride;
       for (int64_t v = 0; v < args.columns; v++)
-        args.out[r * args.columns + v] = static_cast<float>(log_residual(p[v], q[v], args.log_scale[r]));
+        args.out[r * args.columns + v] = static_cast<float>(log_residual(target[v], draft[v], args.log_scale[r]));
     }
   });
 }

@@ -13,6 +13,7 @@ struct LawSlot {
   RowLaw law;
   int32_t owner = -1;  // request whose parameters shaped it; -1: not computed
 };
+static_assert(sizeof(LawSlot) == 64, "docs/sampling.md gives it");
 
 // Verifies request b; `target_laws[N]` and `draft_laws[Rd]` hold what the eager form computed, or empty slots.
 // next_node: root of the request this thread verifies next, -1 if none.

@@ -17,7 +17,7 @@ namespace specdec {
 // Grid: requests; eager: requests x max_nodes x (1, or 2 with draft rows), then requests x splits of the row.
 __global__ void __launch_bounds__(kRowThreads, 1) verify_kernel(const __grid_constant__ BlockVerify p) {
   SPECDEC_DYNAMIC_SHARED(uint32_t, passed);  // [max_nodes / 32]
-  SPECDEC_SHARED(WalkScratch, scratch, 1);
+  SPECDEC_SHARED(VerifyScratch, scratch, 1);
   SPECDEC_SHARED(int32_t, ticket, 1);
   const int64_t b = p.request(blockIdx.x);
   if (b < 0 || b >= p.call.sampling.count) return;

@@ -13,7 +13,8 @@
 namespace specdec {
 
 struct BlockWalk : WalkSteps {
-  __device__ __forceinline__ BlockWalk(const BlockVerify& params, int64_t request, WalkScratch& scratch, uint32_t* bits)
+  __device__ __forceinline__ BlockWalk(const BlockVerify& params, int64_t request, VerifyScratch& scratch,
+                                       uint32_t* bits)
       : WalkSteps(params, request, scratch, bits) {}
 
   // Begins the walk: the outputs filled, the stage and the first node set; -1: nothing to walk.

@@ -18,7 +18,7 @@ struct Passing {
   int32_t node, best, best_depth, entropy_of;
 };
 // What a walk knows from step to step. Passes over rows need the registers, so it waits in shared memory meanwhile.
-struct WalkState {
+struct VerifyState {
   NodeSpan span;
   Draw draw;
   Chain chain;
@@ -31,21 +31,22 @@ struct WalkState {
   bool has_pending, has_known;
 };
 
-constexpr int kLawWords = sizeof(NodeLaws) / 8, kStateWords = sizeof(WalkState) / 8;
-struct WalkScratch {
+constexpr int kLawWords = sizeof(NodeLaws) / 8, kStateWords = sizeof(VerifyState) / 8;
+struct VerifyScratch {
   RowScratch rows;
   uint64_t laws[kLawWords];       // a NodeLaws
-  uint64_t waiting[kStateWords];  // a WalkState
+  uint64_t waiting[kStateWords];  // a VerifyState
 };
 
-struct WalkSteps : WalkState {
+struct WalkSteps : VerifyState {
   const BlockVerify& p;
   const int64_t b;
-  WalkScratch& s;
+  VerifyScratch& s;
   uint32_t* passed;  // bits of nodes whose path passes (typical)
 
-  __device__ __forceinline__ WalkSteps(const BlockVerify& params, int64_t request, WalkScratch& scratch, uint32_t* bits)
-      : WalkState{}, p(params), b(request), s(scratch), passed(bits) {
+  __device__ __forceinline__ WalkSteps(const BlockVerify& params, int64_t request, VerifyScratch& scratch,
+                                       uint32_t* bits)
+      : VerifyState{}, p(params), b(request), s(scratch), passed(bits) {
     span = node_span(params, request);
     visited = -1;
     chain.length = 1;
@@ -57,12 +58,12 @@ struct WalkSteps : WalkState {
   // A pass of the whole block over a row, during which the state waits.
   template <class Pass>
   __device__ __forceinline__ auto away(Pass&& pass) {
-    WalkState& waiting = *reinterpret_cast<WalkState*>(s.waiting);
+    VerifyState& waiting = *reinterpret_cast<VerifyState*>(s.waiting);
     __syncthreads();  // what waited before was fetched by all
     if (threadIdx.x == 0) waiting = *this;
     const auto result = pass();
     __syncthreads();
-    static_cast<WalkState&>(*this) = waiting;
+    static_cast<VerifyState&>(*this) = waiting;
     return result;
   }
 

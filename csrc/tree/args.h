@@ -197,6 +197,8 @@ inline int32_t* check_rerank_workspace(const std::optional<Tensor>& workspace, c
   check_index(op, "workspace", *workspace, {kAny}, ScalarType::Byte);
   if (workspace->numel() < 4 * layout.words)
     fail(op, "workspace", "at least ", 4 * layout.words, " bytes, got ", workspace->numel());
+  if (reinterpret_cast<uintptr_t>(workspace->const_data_ptr()) % 8)  // its keys
+    fail(op, "workspace", "an address that 8 divides, got a view that begins elsewhere");
   return mutable_data<int32_t>(*workspace);
 }
 

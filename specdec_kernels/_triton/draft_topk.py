@@ -97,7 +97,7 @@ def impl_draft_topk(logits, d2t, k, temperature, vocab_size, token_ids, log_prob
     block = block_of(columns, 512, 4096)
     _draft_topk_kernel[(rows,)](
         logits, token_ids if d2t is None else d2t, token_ids, log_probs, lse, logits.stride(0),
-        min(columns, vocab_size if d2t is None else d2t.numel()), vocab_size, k, 1.0 / temperature,
+        min(columns, vocab_size if d2t is None else d2t.numel()), vocab_size, k, 1.0 / min(temperature, 1e36),
         MAPPED=d2t is not None, K=max(16, triton.next_power_of_2(k)), BLOCK=block, num_warps=8 if block > 512 else 4,
         enable_fp_fusion=False,
     )  # fmt: skip

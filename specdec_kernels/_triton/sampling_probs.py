@@ -174,6 +174,8 @@ def impl_verify_probs(
         if tensor.dtype != torch.float32 or tensor.shape != (nodes, vocab) or not dense:
             fail(op, name, f"float32 {[nodes, vocab]} with dense rows", f"{tensor.dtype} {list(tensor.shape)}")
     check(op, "cu_nodes", cu_nodes, (None,))
+    if cu_nodes.numel() < 1:
+        fail(op, "cu_nodes", "shape [B + 1]", "[0]")
     requests, width = cu_nodes.numel() - 1, max_depth + 1
     for name, tensor, shape, dtype in (
         ("draft_token_ids", draft_token_ids, (nodes,), torch.int32),

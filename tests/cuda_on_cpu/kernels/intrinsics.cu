@@ -7,6 +7,25 @@ namespace specdec {
 
 constexpr int kThreads = 128, kRows = 128;
 
+// Largest value and the lowest index that holds it.
+struct ValueIndex {
+  float value;
+  int index;
+};
+__device__ __forceinline__ ValueIndex better(ValueIndex a, ValueIndex b) {
+  bool take_b = b.value > a.value || (b.value == a.value && b.index < a.index);
+  return take_b ? b : a;
+}
+__device__ __forceinline__ ValueIndex warp_argmax(ValueIndex mine) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    ValueIndex other{__shfl_xor_sync(kFullWarp, mine.value, distance),
+                     __shfl_xor_sync(kFullWarp, mine.index, distance)};
+    mine = better(mine, other);
+  }
+  return mine;
+}
+
 __global__ void __launch_bounds__(kThreads)
     intrinsics_kernel(const uint32_t* __restrict__ in, uint32_t* __restrict__ out, int* counter, int n) {
   SPECDEC_SHARED(uint32_t, words, kThreads);
