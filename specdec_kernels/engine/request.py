@@ -40,7 +40,8 @@ class Request:
 
     `logprobs`: "raw" (of the model), "processed" (after edits, temperature and filters) or "both", of the emitted
     tokens. `drafter` overrides the engine's; `num_drafts` bounds drafts per step. Requests share cached prefixes only
-    with those of the same `cache_salt`. `on_event` gets every Event as soon as its tokens are accepted.
+    with those of the same `cache_salt`. `on_event` gets every Event as soon as its tokens are accepted; one that raises
+    is logged and not called again. A `grammar` or `logits_processor` that raises ends its request with "error".
     """
 
     prompt: str | Sequence[int] | Sequence[dict[str, str]]
