@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from specdec_kernels import _ops
+
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 SOURCES = "\n".join(p.read_text() for p in [ROOT / "setup.py", *sorted((ROOT / "specdec_kernels").rglob("*.py"))])
@@ -72,3 +74,10 @@ def test_claims_are_quoted_as_they_were_recorded():
         median, total = (f"{cell[key]:.2f}" for key in ("speedup", "speedup_total"))
         assert re.search(rf"\| {cell['tokens_a_step']:.2f} \| {median} \([^)]*\) \| {total} \|", training)
     assert f"**{tree['speedup_total']:.1f} times** plain decoding" in readme
+
+
+def test_the_page_of_ops_has_the_bounds_of_every_workspace():
+    page = (ROOT / "docs" / "ops.md").read_text()
+    assert len(_ops._WORKSPACES) == 3
+    for op in _ops._WORKSPACES:
+        assert f'`workspace_size("{op}", {", ".join(f"{name}=" for name in _ops.workspace_bounds(op))})`' in page
