@@ -58,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     watched = EagleDrafter(top_k=TOP_K, depth=1, num_nodes=TOP_K)
     (chances,) = rank_table(watched, model, [documents[name] for name in names[count:]], tokens)
     prompts = [documents[name] for name in names[:count]]
-    sizes = sorted({0, *range(1, 5), *budgets})
-    costs = measure_costs(model, drafter("dynamic tree", max(budgets), chances), prompts[:1], sizes=sizes)
+    sizes, few = sorted({0, *range(1, 5), *budgets}), {"rounds": 2} if claim.quick else {}
+    costs = measure_costs(model, drafter("dynamic tree", max(budgets), chances), prompts[:1], sizes=sizes, **few)
     longest = max(map(len, prompts)) + tokens
     arms = {"plain": Arm.of(model, "none", longest=longest)}
     for nodes in budgets:

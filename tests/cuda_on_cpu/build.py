@@ -141,6 +141,18 @@ def compile_cpp(source: Path, target: Path, flags: list[str]) -> Path:
     )
 
 
+def torch_header(folder: Path, flags: list[str]) -> list[str]:
+    """Flags that include torch's stable ABI precompiled with `flags`: a third of the time of a small CUDA file. With
+    another compiler, torch or flag g++ would read the text."""
+    header = folder / "torch.h"
+    with locked(header):
+        if not header.exists():
+            header.write_text("#include <torch/csrc/stable/library.h>\n#include <torch/csrc/stable/tensor.h>\n")
+    target = folder / "torch.h.gch"
+    make(target, ["g++", *COMMON, *flags, "-x", "c++-header", str(header), "-o", str(target)], depfile=True)
+    return ["-include", str(header)]
+
+
 def parallel(tasks: list) -> list:
     """Run thunks on all CPUs (the work is in compiler processes)."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
@@ -181,6 +193,7 @@ def emulated_library(
     folder = BUILD / name / key_of(defines)
     flags = [*VARIANTS[variant][0], "-DSPECDEC_EMULATED", f"-DSPECDEC_EMULATED_LIBRARY={name}", *torch_flags()[0]]
     flags += [f"-D{define}" for define in (*defines, FEW)]
+    flags += torch_header(folder, flags)
     tasks = [functools.partial(compile_cpp, s, folder / f"{s.stem}.o", flags) for s in sources]
     tasks += [functools.partial(ptx_compile.object_from_cuda, one) for one in ptx]
     runtime = runtime_objects(variant)
