@@ -104,13 +104,13 @@ __global__ void __launch_bounds__(kMmaThreads, MmaTile<T, KV, D, DV, kRows>::kMi
     SPECDEC_DYNAMIC_SHARED(unsigned char, shared);
     SPECDEC_SHARED(WalkState, walk, 1);
     SPECDEC_SHARED(MergeState<Tile>, scratch, 1);
-    if (threadIdx.x / 32 == kMmaWarps - 1) clear_tail<T>(p, blockIdx.x, gridDim.x);  // while thread 0 reads the plan
     for_each_item<WholeBlock, kRows>(p, walk[0], [&] {
       WarpState<Tile> state;
       attend<Tile>(p, walk[0].item, state, shared);
       finish_item<Tile>(p, state, reinterpret_cast<float*>(shared + kRows * Tile::kQRow), walk[0], scratch[0]);
     });
     clear_own_plan<WholeBlock>(p, scratch[0].ticket);
+    if (threadIdx.x / 32 == kMmaWarps - 1) clear_tail<T>(p, blockIdx.x, gridDim.x);
   }
 }
 
