@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -127,33 +130,50 @@ class CostCorrection:
         self.rate = rate
         self._global, self._steps = 0.0, 0
         self._bins: dict[int, list[float]] = {}  # bin -> [log factor, observations]
+        self._key_list: list[int] = []
+        self._value_list: list[float] = []
         self._keys, self._values = np.zeros(0), np.zeros(0)
 
     def factor(self, nodes: np.ndarray) -> np.ndarray:
         """What to multiply predictions for `nodes` by."""
         if not len(self._keys):
-            return np.full(np.shape(nodes), np.exp(self._global))
+            return np.full(np.shape(nodes), math.exp(self._global))
         return np.exp(self._global + np.interp(_bin(nodes), self._keys, self._values))
+
+    def factor_of(self, nodes: float) -> float:
+        """`factor` of one number."""
+        return math.exp(self._global + self._shape_at(4.0 * math.log2(max(nodes, 1.0))))
+
+    def _shape_at(self, place: float) -> float:
+        """The curve at a place between bins."""
+        keys, values = self._key_list, self._value_list
+        right = bisect.bisect_left(keys, place)
+        if right == len(keys):
+            return values[-1] if values else 0.0
+        if right == 0:
+            return values[0]
+        low, high = keys[right - 1], keys[right]
+        return values[right - 1] + (values[right] - values[right - 1]) * (place - low) / (high - low)
 
     def observe(self, nodes: int, predicted: float, measured: float) -> None:
         """One step. A wild outlier (a pause) moves the estimate by at most what a factor of 1.65 would."""
         if not (predicted > 0 and measured > 0):
             return
-        key = round(float(_bin(np.float64(nodes))))
+        key = round(4.0 * math.log2(max(nodes, 1)))
         if key not in self._bins:
-            start = float(np.interp(key, self._keys, self._values)) if len(self._keys) else 0.0
-            self._bins[key] = [start, 0.0]
+            self._bins[key] = [self._shape_at(key), 0.0]
         entry = self._bins[key]
-        error = np.log(measured / predicted) - self._global - entry[0]
+        error = math.log(measured / predicted) - self._global - entry[0]
         if self._steps:
-            error = float(np.clip(error, -0.5, 0.5))
+            error = min(max(error, -0.5), 0.5)
         self._steps += 1
         moved = max(2 * self.rate, 1.0 / self._steps)
         self._global += moved * error
         entry[1] += 1.0
         entry[0] += max(self.rate, 1.0 / (entry[1] + 1.0)) * (1.0 - moved) * error
-        self._keys = np.array(sorted(self._bins), np.float64)
-        self._values = np.array([self._bins[int(k)][0] for k in self._keys])
+        self._key_list = sorted(self._bins)
+        self._value_list = [self._bins[k][0] for k in self._key_list]
+        self._keys, self._values = np.array(self._key_list, np.float64), np.array(self._value_list)
 
 
 class ForwardCorrection:
@@ -171,30 +191,34 @@ class ForwardCorrection:
     def seconds(self, nodes: np.ndarray, fixed: float) -> np.ndarray:
         """Predicted seconds of `nodes`; fixed: the model's own for a step below the knee."""
         costs = self.costs
-        sides = np.maximum(costs.base * np.exp(self._reads), self._line(nodes))
+        sides = np.maximum(costs.base * math.exp(self._reads), self._line(nodes))
         return (fixed - costs.base + sides) * self.shape.factor(nodes)
+
+    def seconds_of(self, nodes: float, fixed: float) -> float:
+        """`seconds` of one number of nodes: a step asks often, and arrays of one number are slow."""
+        costs = self.costs
+        sides = max(costs.base * math.exp(self._reads), float(self._line(nodes)))
+        return (fixed - costs.base + sides) * self.shape.factor_of(nodes)
 
     def observe(self, nodes: int, fixed: float, measured: float) -> None:
         """One step. A wild outlier counts as a factor of 1.65."""
-        predicted = float(self.seconds(np.float64(nodes), fixed))
+        predicted = self.seconds_of(nodes, fixed)
         if not (predicted > 0 and measured > 0):
             return
-        reads, line = self.costs.base * np.exp(self._reads), float(self._line(np.float64(nodes)))
+        reads, line = self.costs.base * math.exp(self._reads), float(self._line(nodes))
         share = max(reads, line) / (fixed - self.costs.base + max(reads, line))  # of what the factor works on
-        error = float(np.clip(np.log(measured / predicted), -0.5, 0.5)) / max(share, 0.2)
+        error = min(max(math.log(measured / predicted), -0.5), 0.5) / max(share, 0.2)
         if reads >= line:
             self._reads += self.rate * error
         else:
             self._computes += self.rate * error
-        self.shape.observe(
-            nodes, float(self.seconds(np.float64(nodes), fixed)) / float(self.shape.factor(np.float64(nodes))), measured
-        )
+        self.shape.observe(nodes, self.seconds_of(nodes, fixed) / self.shape.factor_of(nodes), measured)
 
-    def _line(self, nodes: np.ndarray) -> np.ndarray:
+    def _line(self, nodes: Any) -> Any:
         costs = self.costs
         if not costs.per_node:
-            return np.zeros(np.shape(nodes))
-        return (costs.base + costs.per_node * (nodes - costs.free_nodes)) * np.exp(self._computes)
+            return 0.0 * nodes
+        return (costs.base + costs.per_node * (nodes - costs.free_nodes)) * math.exp(self._computes)
 
 
 def _bin(nodes: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ where plain decoding is predicted faster.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -166,7 +166,7 @@ class GoodputPolicy:
         room = np.minimum(room, np.searchsorted(self._cum_width, nodes, side="right") - 1).clip(0, self.max_depth)
         step = _Step(self, len(ids), sum(view.context_len for view in requests), room, prefill)
         best = step.best(acceptance)
-        plain = step.evaluate(np.zeros(len(ids), np.int64), acceptance)
+        plain = _Plan(np.zeros(len(ids), np.int64), len(ids) / step.plain_seconds, step.plain_seconds, len(ids))
         held = np.array([self._current.get(key, d) for key, d in zip(ids, best.depths.tolist())])
         held = np.minimum(held, room)
         kept = best if (held == best.depths).all() else step.evaluate(held, acceptance)
@@ -187,13 +187,13 @@ class GoodputPolicy:
         fixed = self.costs.predict(0, timing.requests, timing.context)
         self.forward_correction.observe(timing.nodes, fixed, timing.forward_seconds)
         if timing.levels:
-            predicted = float(self._draft_seconds(np.float64(timing.levels), np.float64(timing.drafts)))
+            predicted = self._draft_seconds(timing.levels, timing.drafts)
             self.draft_correction.observe(1, predicted, timing.draft_seconds)
 
     def plain_seconds(self, count: int, context: int) -> float:
         """Predicted seconds of a plain decode step of `count` requests over `context` KV rows, as corrected so far."""
         fixed = self.costs.predict(0, count, context)
-        return float(self.forward_correction.seconds(np.float64(count), fixed))
+        return self.forward_correction.seconds_of(count, fixed)
 
     def forget(self, request_id: int) -> None:
         self.acceptance.forget(request_id)
@@ -201,9 +201,10 @@ class GoodputPolicy:
 
     # ---- inside
 
-    def _draft_seconds(self, levels: np.ndarray, drafts: np.ndarray) -> np.ndarray:
+    def _draft_seconds(self, levels: Any, drafts: Any) -> Any:
+        """Of drafting `levels` levels, at least one."""
         per = self.draft
-        return np.where(levels > 0, per.per_step + per.per_level * levels + per.per_node * drafts, 0.0)
+        return per.per_step + per.per_level * levels + per.per_node * drafts
 
     def _probe(self, step: _Step, plan: _Plan, acceptance: np.ndarray) -> _Plan | None:
         """A step worth trying for what it tells, if what it is predicted to lose is within the credit."""
@@ -240,26 +241,30 @@ class _Step:
         costs = policy.costs
         self._fixed = costs.base + costs.per_request * count + costs.per_context * context
         # Prefill has to be done sooner or later, whatever is drafted: only what it makes drafts cost counts.
-        self._alone = float(self._forward(np.float64(count)))
-        self._beside = float(self._forward(np.float64(self.base_nodes)))
+        self._correction, self._drafting = policy.forward_correction, policy.draft_correction.factor_of(1)
+        self.plain_seconds = self._correction.seconds_of(count, self._fixed)
+        self._beside = (
+            self._correction.seconds_of(self.base_nodes, self._fixed) if prefill.nodes else self.plain_seconds
+        )
 
-    def seconds(self, levels: np.ndarray, drafts: np.ndarray, extra_cost: float = 1.0) -> np.ndarray:
-        """Predicted seconds with `drafts` draft nodes of `levels` levels; extra_cost scales what drafts add."""
-        added = self._forward(self.base_nodes + drafts) - self._beside
-        draft_factor = self.policy.draft_correction.factor(np.float64(1))
-        added = added + self.policy._draft_seconds(levels, drafts) * draft_factor
-        return self._alone + added * extra_cost
+    def seconds(self, levels: int, drafts: int) -> float:
+        """Predicted seconds with `drafts` draft nodes of `levels` levels."""
+        if not levels:
+            return self.plain_seconds
+        added = self._correction.seconds_of(self.base_nodes + drafts, self._fixed) - self._beside
+        return self.plain_seconds + added + self.policy._draft_seconds(levels, drafts) * self._drafting
 
-    def _forward(self, nodes: np.ndarray) -> np.ndarray:
-        return self.policy.forward_correction.seconds(nodes, self._fixed)
+    def table(self, most: int, extra_cost: float) -> np.ndarray:
+        """What 0 ... most draft nodes add to a step's forward pass, in seconds, times extra_cost."""
+        nodes = self.base_nodes + np.arange(most + 1)
+        return (self._correction.seconds(nodes, self._fixed) - self._beside) * extra_cost
 
     def evaluate(self, depths: np.ndarray, acceptance: np.ndarray) -> _Plan:
         """Predictions for given depths."""
         place = np.arange(acceptance.shape[1])
         survival = np.where(place < depths[:, None], acceptance.cumprod(1), 0.0)
         tokens = self.count + float(survival.sum())
-        drafts = np.float64(self.policy._cum_width[depths].sum())
-        seconds = float(self.seconds(np.float64(depths.max(initial=0)), drafts))
+        seconds = self.seconds(int(depths.max(initial=0)), int(self.policy._cum_width[depths].sum()))
         return _Plan(depths, tokens / seconds, seconds, tokens)
 
     def best(self, acceptance: np.ndarray, extra_cost: float = 1.0) -> _Plan:
@@ -276,9 +281,12 @@ class _Step:
         # rate[i, j]: the first j + 1 nodes of this order that lie within i + 1 levels.
         levels = np.arange(1, int(self.room.max(initial=0)) + 1)[:, None]
         within = level < levels
-        tokens = self.count + (gain * within).cumsum(1)
-        rate = tokens / self.seconds(levels, (width * within).cumsum(1), extra_cost)
-        plain = self.count / float(self.seconds(np.float64(0), np.float64(0)))
+        tokens, drafts = self.count + (gain * within).cumsum(1), (width * within).cumsum(1)
+        added = self.table(int(width.sum()), extra_cost)[drafts]
+        # where nothing lies within the levels drafting is priced all the same: such a plan is as good as plain decoding
+        added += policy._draft_seconds(levels, drafts) * (self._drafting * extra_cost)
+        rate = tokens / (self.plain_seconds + added)
+        plain = self.count / self.plain_seconds
         chosen = order[:0]
         if rate.size and rate.max() > plain:
             row, last = divmod(int(rate.argmax()), rate.shape[1])
