@@ -144,9 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.quick:
         options.prompts, options.max_tokens, options.rounds, options.batches = 4, 12, 1, "1"
     model = load_model("smollm2")
-    prompts, candidates = prompts_of(model.tokenizer, options.prompts), candidates_for(model)
-    if options.quick:
-        candidates = {"ngram": Candidate("ngram", 4), "medusa/4": Candidate("medusa", 4)}
+    prompts = prompts_of(model.tokenizer, options.prompts)
+    candidates = {"ngram": Candidate("ngram", 4)} if options.quick else candidates_for(model)
     batches = [int(b) for b in options.batches.split(",")]
     tokens = max(options.max_tokens, 3 * (1 + max(c.num_drafts for c in candidates.values())))
     texts = written(model, prompts[1::2], tokens)
