@@ -162,6 +162,20 @@ def test_a_model_without_a_knee_is_corrected_as_a_whole():
     assert (correction.seconds(np.array([64]), 1e-3) == before).all()
 
 
+def test_one_number_is_priced_as_in_an_array():
+    """Within, between and beyond the node counts that were seen, below the knee and above, and before any step."""
+    asked = np.array([1, 8, 9, 40, 100, 256, 1000])
+    correction = ForwardCorrection(COSTS)
+    for nodes, factor in ((0, 0.0), (8, 1.2), (40, 0.8), (256, 1.5), (300, 1.4), (8, 1.3)):
+        fixed = COSTS.predict(0, 4, 400)
+        if nodes:
+            correction.observe(nodes, fixed, factor * COSTS.predict(nodes, 4, 400))
+        one = [correction.seconds_of(n, fixed) for n in asked.tolist()]
+        assert one == pytest.approx(correction.seconds(asked, fixed).tolist(), rel=1e-12)
+        shape = [correction.shape.factor_of(n) for n in asked.tolist()]
+        assert shape == pytest.approx(correction.shape.factor(asked).tolist(), rel=1e-12)
+
+
 # ---- the plan
 
 

@@ -130,9 +130,9 @@ class CostCorrection:
         self.rate = rate
         self._global, self._steps = 0.0, 0
         self._bins: dict[int, list[float]] = {}  # bin -> [log factor, observations]
-        self._key_list: list[int] = []
+        self._key_list: list[int] = []  # the curve by bin, for one number ...
         self._value_list: list[float] = []
-        self._keys, self._values = np.zeros(0), np.zeros(0)
+        self._keys, self._values = np.zeros(0), np.zeros(0)  # ... and for arrays
 
     def factor(self, nodes: np.ndarray) -> np.ndarray:
         """What to multiply predictions for `nodes` by."""

@@ -283,7 +283,7 @@ class _Step:
         within = level < levels
         tokens, drafts = self.count + (gain * within).cumsum(1), (width * within).cumsum(1)
         added = self.table(int(width.sum()), extra_cost)[drafts]
-        # where nothing lies within the levels drafting is priced all the same: such a plan is as good as plain decoding
+        # Drafting is priced also where no node lies within the levels: such a row loses to plain decoding, asked below.
         added += policy._draft_seconds(levels, drafts) * (self._drafting * extra_cost)
         rate = tokens / (self.plain_seconds + added)
         plain = self.count / self.plain_seconds

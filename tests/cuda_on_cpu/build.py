@@ -143,12 +143,14 @@ def compile_cpp(source: Path, target: Path, flags: list[str]) -> Path:
 
 def torch_header(folder: Path, flags: list[str]) -> list[str]:
     """Flags that include torch's stable ABI precompiled with `flags`: a third of the time of a small CUDA file. With
-    another compiler, torch or flag g++ would read the text."""
-    header = folder / "torch.h"
+    another compiler or flag g++ would read the text; another torch has another name, as g++ does not look at it."""
+    import torch
+
+    header = folder / f"torch_{torch.__version__}.h"
     with locked(header):
         if not header.exists():
             header.write_text("#include <torch/csrc/stable/library.h>\n#include <torch/csrc/stable/tensor.h>\n")
-    target = folder / "torch.h.gch"
+    target = folder / f"{header.name}.gch"
     make(target, ["g++", *COMMON, *flags, "-x", "c++-header", str(header), "-o", str(target)], depfile=True)
     return ["-include", str(header)]
 
