@@ -198,21 +198,25 @@ def _load_native() -> dict[str, str]:
     return found
 
 
-def _refuse_cpu(op: str) -> Callable[..., None]:
-    """What `torch.ops.specdec_triton.<op>` says to CPU tensors, in place of the dispatcher's list of its keys."""
+def _first_call(op: str) -> Callable[..., None]:
+    """What `torch.ops.specdec_triton.<op>` runs until its room is imported: for CUDA tensors it imports it, others are
+    refused in words of ours."""
 
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(
-            f"{op}: backend: Triton kernels take CUDA tensors, got cpu (torch.ops.specdec.{op} serves them)"
-        )
+    def first(*args: Any, **kwargs: Any) -> None:
+        devices = {x.device.type for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)}
+        if devices == {"cuda"}:
+            _namespace(op, "triton", "cuda")  # imports the room, or says that this build has none
+            return getattr(torch.ops.specdec_triton, op).default(*args, **kwargs)
+        got = f"got {', '.join(sorted(devices - {'cuda'}))} (torch.ops.specdec.{op} serves them)"
+        raise NotImplementedError(f"{op}: backend: Triton kernels take CUDA tensors, {got}")
 
-    return refuse
+    return first
 
 
 define_namespace("specdec")
 _triton_ops = define_namespace("specdec_triton")
 for _op in SCHEMAS:
-    _triton_ops.impl(_op, _refuse_cpu(_op), "CPU")
+    _triton_ops.impl(_op, _first_call(_op), "CompositeExplicitAutograd")
 NATIVE = _load_native()
 
 
@@ -225,9 +229,6 @@ def _triton_room(op: str) -> str | None:
         return None
 
 
-_DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "meta": "Meta"}
-
-
 def supports(op: str, backend: str = "native", device: str = "cpu") -> bool:
     """Whether `op` runs on `device` ("cpu", "cuda") with `backend` ("native", "triton") in this build."""
     if op not in SCHEMAS:
@@ -235,7 +236,8 @@ def supports(op: str, backend: str = "native", device: str = "cpu") -> bool:
     if backend == "triton" and (device == "cpu" or _triton_room(op) is None):
         return False
     qualified = f"{_NAMESPACES.get(backend, backend)}::{op}"
-    return torch._C._dispatch_has_kernel_for_dispatch_key(qualified, _DISPATCH_KEYS.get(device, device.upper()))
+    key = "Meta" if device == "meta" else device.upper()
+    return torch._C._dispatch_has_kernel_for_dispatch_key(qualified, key)
 
 
 @torch.compiler.assume_constant_result

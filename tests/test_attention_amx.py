@@ -1,4 +1,4 @@
-"""The AMX kernels as shipped, on a C++ model of the tile instructions (amx_model.h). This is no run on AMX hardware."""
+"""The AMX kernels as shipped, on a C++ model of the tile instructions (amx_model.h), whatever machine this is."""
 
 from __future__ import annotations
 

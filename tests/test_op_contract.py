@@ -193,6 +193,27 @@ def test_triton_ops_say_that_cpu_tensors_are_not_theirs(op: str, monkeypatch: py
     assert not _ops.supports(op, "triton", "cpu")
 
 
+FIRST_CALL = """
+import types, torch
+from specdec_kernels import _ops, _triton
+op, served = "{op}", []
+has = lambda kind: getattr(torch._C, f"_dispatch_has_{{kind}}_for_dispatch_key")("specdec_triton::" + op, "CUDA")
+assert has("computed_kernel") and not has("kernel") and not _triton._loaded
+class OnCuda(torch.Tensor):
+    device = torch.device("cuda", 0)
+arguments = (torch.empty(0).as_subclass(OnCuda), 3)
+setattr(torch.ops.specdec_triton, op, types.SimpleNamespace(default=lambda *given: served.append(given)))
+_ops._first_call(op)(*arguments)
+assert has("kernel") and op in _triton._loaded and served == [arguments]
+"""
+
+
+@pytest.mark.parametrize("op", ["build_tree", "verify"])
+def test_the_first_direct_call_loads_the_triton_room(op: str):
+    done = subprocess.run([sys.executable, "-c", FIRST_CALL.format(op=op)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_workspaces_name_their_bounds():
     bounds = dict(batch=2, max_nodes=8, num_q_heads=4, num_kv_heads=2, head_dim=64)
     assert sk.workspace_size("tree_attention", **bounds) > 0
