@@ -107,24 +107,18 @@ def generate(options: argparse.Namespace) -> int:
     from specdec_kernels.engine.tokens import TextStream
 
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
-    if options.raw and not text:  # before seconds of loading
+    if options.raw and not text:  # this and what follows: before seconds of loading
         raise ValueError("generate: prompt: expected at least one token, got an empty prompt")
+    drafter = _drafter(options)
+    law = {name: getattr(options, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")}
+    Request(text, **law).validate()
     start = time.perf_counter()
     model = load_model(options.model, dtype=options.dtype, device=options.device)
     print(f"{model.name}, {str(model.dtype).removeprefix('torch.')}, {time.perf_counter() - start:.1f} s to load",
           file=sys.stderr)  # fmt: skip
-    engine = Engine(model, _drafter(options))
+    engine = Engine(model, drafter)
     chat = not options.raw and getattr(model.tokenizer, "chat_template", None) is not None
-    request = Request(
-        [{"role": "user", "content": text}] if chat else text,
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        seed=options.seed,
-    )
-    engine.add(request)
+    engine.add(Request([{"role": "user", "content": text}] if chat else text, **law))
     pieces, screen = TextStream(model.tokenizer), Stream()
     start = time.perf_counter()
 
@@ -149,8 +143,10 @@ def generate(options: argparse.Namespace) -> int:
 
 def _drafter(options: argparse.Namespace) -> Any:
     """The drafter asked for: by its name, or made with the head in a folder."""
+    from specdec_kernels.engine.drafters import check_name
+
     if options.head is None:
-        return options.drafter
+        return check_name(options.drafter)
     from specdec_kernels.engine.drafters.eagle import EagleDrafter
     from specdec_kernels.engine.drafters.medusa import MedusaDrafter
 

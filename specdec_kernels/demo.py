@@ -17,7 +17,7 @@ import torch
 
 from specdec_kernels._console import Stream, print_table
 from specdec_kernels.engine import Engine, EngineConfig, Event, Request, SpecCounters, load_model
-from specdec_kernels.engine.checkpoint import SMOLLM2, quiet_transformers, resolve_dtype, smollm2_path
+from specdec_kernels.engine.checkpoint import SMOLLM2, quiet_transformers, resolve_device, resolve_dtype, smollm2_path
 from specdec_kernels.engine.drafters.eagle import EagleDrafter
 from specdec_kernels.engine.equality import compare_greedy
 from specdec_kernels.engine.head_files import find_head
@@ -232,7 +232,7 @@ def main(model_name: str = SMOLLM2, dtype: str | None = None, device: str = "cpu
         text = (folder / file).read_text()
         prompts.append([{"role": "user", "content": text}] if chat else text)
         lengths.append(24 if quick else tokens)
-    chosen = resolve_dtype(dtype, device)
+    chosen = resolve_dtype(dtype, resolve_device(device))
     print(f"loading {model_name} ...", flush=True)
     model = load_model(model_name, chosen, device)
     drafters = drafters_for(model)

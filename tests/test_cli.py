@@ -69,6 +69,50 @@ def test_bad_arguments_are_named(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("device", ["gpu0", "cuda:99", "meta", "", "cpu:x"])
+@pytest.mark.parametrize("command", [["generate", "hi"], ["demo", "--quick"]])
+def test_devices_that_are_not_there_are_named_before_loading(command, device, capsys):
+    assert __main__.main([*command, "--device", device]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{command[0]}: load_model: device: expected 'cpu'")
+    assert line.endswith(f", got {device!r}")
+
+
+def test_a_gpu_without_cuda_is_named(monkeypatch):
+    from specdec_kernels.engine import checkpoint, load_model
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for device in ("cuda", "cuda:0", torch.device("cuda")):
+        with pytest.raises(ValueError, match=r"^load_model: device: expected 'cpu', got ") as raised:
+            load_model("no/such/folder", device=device)
+        assert str(raised.value).endswith(f"got {device!r}")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert checkpoint.resolve_device("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(ValueError, match="expected 'cpu' or 'cuda:0' or 'cuda:1', got 'cuda:2'"):
+        load_model("no/such/folder", device="cuda:2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "hi", "--drafter", "oracle"], "drafter: expected one of ['eagle', "),
+        (["serve-metrics", "--drafter", "oracle"], "drafter: expected one of ['eagle', "),
+        (["generate", "hi", "--drafter", "ngram", "--head", "x"], "--head: expected --drafter eagle"),
+        (["generate", "hi", "--max-tokens", "0"], "Request: max_tokens: expected an int >= 1, got 0"),
+        (["generate", "hi", "--top-p", "7"], "Request: top_p: expected a number in (0, 1], got 7.0"),
+    ],
+)
+def test_bad_options_are_named_before_the_model_is_loaded(arguments, message, capsys, monkeypatch):
+    def loaded(*_, **__):
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("specdec_kernels.engine.load_model", loaded)
+    monkeypatch.setattr("specdec_kernels.advisor.serve.load_model", loaded)
+    assert __main__.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
 def test_bench_says_where_the_benchmarks_are(monkeypatch, capsys):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.startswith("benchmarks") else find(name))

@@ -98,6 +98,37 @@ def test_limits_and_bad_requests():
     assert not engine.has_work
 
 
+@pytest.mark.parametrize("value", [[4, 5], "4", 4.5, (4,), {}, object()], ids=str)
+@pytest.mark.parametrize("name", ["max_tokens", "min_tokens", "top_k", "n", "seed", "num_drafts"])
+def test_integers_of_a_wrong_type_are_refused_by_name(name: str, value):
+    engine = Engine(ToyModel(), "none", CONFIG)
+    with pytest.raises(ValueError, match=rf"^Request: {name}: expected (None or )?an int .*, got ") as raised:
+        engine.add(Request([1, 2], **{name: value}))
+    assert str(raised.value).endswith(f"got {value!r}")
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stop_token_ids", 3), ("stop_token_ids", (1.5,)), ("stop_token_ids", ("a",)), ("logit_bias", {"a": 1.0}),
+        ("logit_bias", {4: "x"}), ("logit_bias", [4]), ("temperature", "hot"), ("temperature", None), ("top_p", [0.5]),
+        ("min_p", torch.zeros(2)), ("repetition_penalty", "1"), ("presence_penalty", None), ("stop", 3),
+        ("frequency_penalty", {}), ("logprobs", torch.zeros(2)),
+    ],
+)  # fmt: skip
+def test_other_fields_of_a_wrong_type_are_refused_by_name(name: str, value):
+    engine = Engine(ToyModel(), "none", CONFIG)
+    with pytest.raises(ValueError, match=rf"^Request: {name}: expected "):
+        engine.add(Request([1, 2], **{name: value}))
+    assert not engine.has_work
+
+
+def test_integers_of_numpy_are_integers():
+    four = torch.tensor([4]).numpy()[0]
+    Request([1], max_tokens=four, seed=four, num_drafts=four, min_tokens=four, stop_token_ids=(four,)).validate()
+
+
 # ---- samples that share a prompt
 
 

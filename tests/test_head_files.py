@@ -178,3 +178,105 @@ def test_damaged_and_foreign_checkpoints_are_named(tmp_path):
     hand_written(tmp_path, vocab=90)
     with pytest.raises(ValueError, match="target: expected a vocabulary of 90, got 97"):
         Engine(TransformersModel(build("llama")), EagleDrafter(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", r"config\.json: expected an object, got \[\]"),
+        ("7", r"config\.json: expected an object, got 7"),
+        ("\udcff", r"config\.json: expected JSON, got .*decode"),
+    ],
+)
+def test_configs_that_are_no_object_are_refused_by_file(text: str, message: str, tmp_path):
+    hand_written(tmp_path)
+    (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match=f"^load_head: .*{message}"):
+        load_head(tmp_path, num_layers=3)
+
+
+def test_a_folder_without_a_config_is_named_like_one_without_weights(tmp_path):
+    hand_written(tmp_path)
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / name).unlink()
+        with pytest.raises(FileNotFoundError) as raised:
+            load_head(tmp_path, num_layers=3)
+        assert str(raised.value) == f"load_head: expected {tmp_path / name}, got no such file"
+
+
+@pytest.mark.parametrize("place", ["", "transformer_layer_config", "specdec"])
+@pytest.mark.parametrize("value", ["576", [576], 57.5, True, -576, {}])
+def test_numbers_of_a_wrong_type_are_refused_by_file_and_field(place: str, value, tmp_path):
+    """Every field that is read as an integer: none reaches a comparison, a division or a tensor's shape."""
+    hand_written(tmp_path, extra={"specdec": {"num_medusa": 0}})
+    path = tmp_path / "config.json"
+    stored = json.loads(path.read_text())
+    names = {
+        "": ("draft_vocab_size", "target_hidden_size"),
+        "specdec": ("num_medusa",),
+        "transformer_layer_config": (
+            "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+            "max_position_embeddings",
+        ),
+    }[place]  # fmt: skip
+    for name in names:
+        fields = {**(stored[place] if place else stored), name: value}
+        path.write_text(json.dumps({**stored, place: fields} if place else fields))
+        with pytest.raises(ValueError, match=r"expected an int >= \d, got") as raised:
+            load_head(tmp_path, num_layers=3)
+        where = ": ".join([str(path), *([place] if place else []), name])
+        assert str(raised.value).startswith(f"load_head: {where}: ")
+        assert str(raised.value).endswith(f"got {value!r}")
+
+
+@pytest.mark.parametrize(
+    ("extra", "layer", "message"),
+    [
+        ({"specdec": []}, {}, r"specdec: expected an object, got \[\]"),
+        ({"transformer_layer_config": [1]}, {}, r"transformer_layer_config: expected an object, got \[1\]"),
+        ({"speculators_config": "x"}, {}, "speculators_config: expected an object, got 'x'"),
+        ({"speculators_config": {"verifier": "x"}}, {}, "speculators_config: verifier: expected an object, got 'x'"),
+        ({"speculators_config": {"verifier": {"name_or_path": 3}}}, {}, "name_or_path: expected a string, got 3"),
+        ({"specdec": {"fingerprint": 3}}, {}, "specdec: fingerprint: expected a string, got 3"),
+        ({"specdec": {"feature_layers": 3}}, {}, "feature_layers: expected a list of ints >= 0, got 3"),
+        ({"eagle_aux_hidden_state_layer_ids": ["2"]}, {}, r"layer_ids: expected a list of ints >= 0, got \['2'\]"),
+        ({}, {"rope_parameters": "x"}, "rope_parameters: expected an object, got 'x'"),
+        ({}, {"rope_parameters": {"rope_theta": "x"}}, "rope_theta: expected a number > 0, got 'x'"),
+        ({}, {"rope_theta": float("inf")}, "rope_theta: expected a number > 0, got inf"),
+        ({}, {"rms_norm_eps": "1e-5"}, "rms_norm_eps: expected a number > 0, got '1e-5'"),
+        ({}, {"num_attention_heads": 0, "head_dim": None}, "num_attention_heads: expected an int >= 1, got 0"),
+        ({}, {"hidden_size": None}, "transformer_layer_config: hidden_size: expected an int >= 1, got None"),
+    ],
+)
+def test_other_fields_of_a_wrong_type_are_refused_by_file_and_field(extra: dict, layer: dict, message: str, tmp_path):
+    hand_written(tmp_path, extra=extra)
+    path = tmp_path / "config.json"
+    stored = json.loads(path.read_text())
+    if layer:
+        stored["transformer_layer_config"].update(layer)
+    path.write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=rf"^load_head: .*config\.json: .*{message}"):
+        load_head(tmp_path, num_layers=3)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", ["fc.weight", "norm.weight", "embed_tokens.weight", "lm_head.weight"])
+def test_weights_that_are_not_finite_are_refused_by_name(name: str, value: float, tmp_path):
+    """The head of a run that diverged loaded in silence and drafted nonsense."""
+    hand_written(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = {key: tensor.clone() for key, tensor in load_file(path).items()}
+    tensors[name].view(-1)[3] = value
+    save_file({key: t.bfloat16() if t.is_floating_point() else t for key, t in tensors.items()}, path)
+    with pytest.raises(ValueError) as raised:
+        load_head(tmp_path, num_layers=3)
+    size = tensors[name].numel()
+    assert str(raised.value) == f"load_head: {path}: {name}: expected finite values, got 1 NaN or infinite of {size}"
+
+
+def test_weights_that_are_integers_are_refused_by_name(tmp_path):
+    hand_written(tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file({**load_file(path), "fc.weight": torch.zeros(128, 384, dtype=torch.int64)}, path)
+    with pytest.raises(ValueError, match=r"load_head: fc.weight: expected floating-point values, got torch\.int64"):
+        load_head(tmp_path, num_layers=3)

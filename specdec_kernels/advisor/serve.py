@@ -13,6 +13,7 @@ import torch
 
 from specdec_kernels.advisor.cli import guarded
 from specdec_kernels.engine import Engine, Request, load_model
+from specdec_kernels.engine.drafters import check_name
 
 
 class GpuCollector:
@@ -100,7 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args.prompts)
-    engine = Engine(load_model(args.model, dtype=args.dtype, device=args.device), args.drafter)
+    drafter = check_name(args.drafter)  # before seconds of loading
+    engine = Engine(load_model(args.model, dtype=args.dtype, device=args.device), drafter)
     server = serve_metrics(engine, host=args.host, port=args.port)
     url = f"http://{args.host}:{server.server_port}/metrics"
     print(json.dumps({"url": url}) if args.json else f"serving {url}", flush=True)

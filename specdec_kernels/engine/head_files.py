@@ -9,10 +9,11 @@ too, but for a Medusa set, whose tensors do not tell what its blocks are.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -62,12 +63,9 @@ def load_head(folder: str | Path, *, num_layers: int | None = None) -> DraftHead
     """Read a head of any kind. `num_layers`: of the target, for EAGLE-3 checkpoints that do not say which layers they
     read (then its layers 2, n // 2 and n - 3). Raises FileNotFoundError, ValueError or NotImplementedError by name."""
     folder = Path(folder)
-    try:
-        stored = json.loads((folder / "config.json").read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"load_head: {folder / 'config.json'}: expected JSON, got {error}") from error
+    stored = _read_config(folder / "config.json")
     tensors = _read(folder / _WEIGHTS)
-    config = _parse_config(stored, tensors, num_layers)
+    config = _parse_config(stored, num_layers)
     d2t = tensors.pop("d2t", None)
     t2d = tensors.pop("t2d", None)
     check_d2t(d2t, draft_vocab_size=config.draft_vocab_size, target_vocab_size=config.vocab_size, kind="offset")
@@ -96,6 +94,8 @@ def load_head(folder: str | Path, *, num_layers: int | None = None) -> DraftHead
         )
     for name, value in wanted.items():
         _expect_shape(name, state[name], tuple(value.shape))
+        if not state[name].is_floating_point():
+            raise ValueError(f"load_head: {name}: expected floating-point values, got {state[name].dtype}")
     head.load_state_dict(state, strict=False)
     return head.to(next(iter(state.values())).dtype)
 
@@ -154,9 +154,76 @@ def _read(path: Path) -> dict[str, Tensor]:
     if not path.exists():
         raise FileNotFoundError(f"load_head: expected {path}, got no such file")
     try:
-        return load_file(path)
+        tensors = load_file(path)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"load_head: {path}: expected intact safetensors, got {error}") from error
+    for name, value in tensors.items():
+        # Such a head (of a training run that diverged) drafts nonsense in silence: nothing behind here would notice.
+        plain = value.float() if value.is_floating_point() and value.dtype.itemsize == 1 else value
+        bad = int((~torch.isfinite(plain)).sum())
+        if bad:
+            raise ValueError(
+                f"load_head: {path}: {name}: expected finite values, got {bad} NaN or infinite of {value.numel()}"
+            )
+    return tensors
+
+
+def _read_config(path: Path) -> _Fields:
+    if not path.exists():
+        raise FileNotFoundError(f"load_head: expected {path}, got no such file")
+    try:
+        stored = json.loads(path.read_text())
+    except (ValueError, OSError) as error:  # also text that is not UTF-8
+        raise ValueError(f"load_head: {path}: expected JSON, got {error}") from error
+    if not isinstance(stored, Mapping):
+        raise ValueError(f"load_head: {path}: expected an object, got {stored!r}")
+    return _Fields(stored, str(path))
+
+
+class _Fields(dict[str, Any]):
+    """A JSON object whose fields are read with their type, so that a wrong one is refused by file and name."""
+
+    def __init__(self, fields: Mapping[str, Any], where: str):
+        super().__init__(fields)
+        self.where = where
+
+    def _expect(self, holds: bool, name: str, expected: str) -> None:
+        if not holds:
+            raise ValueError(f"load_head: {self.where}: {name}: expected {expected}, got {self.get(name)!r}")
+
+    def object(self, name: str) -> _Fields:
+        """A field that may be missing or null: an empty object then."""
+        value = self.get(name)
+        self._expect(value is None or isinstance(value, Mapping), name, "an object")
+        return _Fields(value or {}, f"{self.where}: {name}")
+
+    def whole(self, name: str, default: int | None = None, least: int = 1) -> int:
+        if self.get(name) is None and default is not None:
+            return default
+        value: Any = self.get(name)
+        self._expect(_is_int(value) and value >= least, name, f"an int >= {least}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = default if self.get(name) is None else self[name]
+        self._expect(_is_int(value) or isinstance(value, float), name, "a number > 0")
+        self._expect(0 < value < math.inf, name, "a number > 0")
+        return value
+
+    def text(self, name: str) -> str:
+        value = self.get(name)
+        self._expect(value is None or isinstance(value, str), name, "a string")
+        return value or ""
+
+    def layers(self, name: str) -> tuple[int, ...] | None:
+        value = self.get(name)
+        fine = value is None or (isinstance(value, list) and all(_is_int(layer) and layer >= 0 for layer in value))
+        self._expect(fine, name, "a list of ints >= 0")
+        return None if value is None else tuple(value)
+
+
+def _is_int(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _expect_shape(name: str, value: Tensor, shape: tuple[int, ...]) -> None:
@@ -240,8 +307,8 @@ def _stored_config(c: HeadConfig, num_drafts: int, head: DraftHead) -> dict[str,
     return config
 
 
-def _parse_config(stored: Mapping[str, Any], tensors: Mapping[str, Tensor], num_layers: int | None) -> HeadConfig:
-    own = stored.get("specdec", {})
+def _parse_config(stored: _Fields, num_layers: int | None) -> HeadConfig:
+    own = stored.object("specdec")
     kind = stored.get("speculators_model_type")
     if kind not in KINDS:
         raise NotImplementedError(f"load_head: speculators_model_type: expected one of {KINDS}, got {kind!r}")
@@ -251,44 +318,39 @@ def _parse_config(stored: Mapping[str, Any], tensors: Mapping[str, Tensor], num_
     for switch in _SWITCHES:
         if stored.get(switch):
             raise NotImplementedError(f"load_head: {switch}: expected false, got {stored[switch]!r}")
-    layer = stored.get("transformer_layer_config")
-    if not isinstance(layer, Mapping):
-        raise ValueError(f"load_head: transformer_layer_config: expected an object, got {layer!r}")
+    layer = stored.object("transformer_layer_config")
     if layer.get("model_type", "llama") != "llama":
         raise NotImplementedError(f"load_head: model_type: expected 'llama' layers, got {layer['model_type']!r}")
     if layer.get("num_hidden_layers", 1) != 1 or stored.get("num_nextn_predict_layers", 1) != 1:
         raise NotImplementedError("load_head: num_hidden_layers: expected one layer, got more")
-    rope = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    rope = layer.object("rope_parameters") or layer.object("rope_scaling")
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise NotImplementedError(f"load_head: rope_parameters: expected default rotary positions, got {rope}")
-    ids = own.get("feature_layers") or stored.get("eagle_aux_hidden_state_layer_ids")
+    ids = own.layers("feature_layers") or stored.layers("eagle_aux_hidden_state_layer_ids")
     if ids is None:
         if num_layers is None:
             raise ValueError("load_head: num_layers: expected the target's, as config.json names no layers, got None")
         ids = (2, num_layers // 2, num_layers - 3) if kind == "eagle3" else (num_layers,)
-    try:
-        heads = layer["num_attention_heads"]
-        config = HeadConfig(
-            kind=kind,
-            hidden_size=layer["hidden_size"],
-            vocab_size=layer["vocab_size"],
-            draft_vocab_size=stored.get("draft_vocab_size", layer["vocab_size"]),
-            feature_layers=tuple(ids),
-            num_q_heads=heads,
-            num_kv_heads=layer.get("num_key_value_heads") or heads,
-            head_dim=layer.get("head_dim") or layer["hidden_size"] // heads,
-            intermediate_size=layer["intermediate_size"],
-            rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
-            rope_theta=rope.get("rope_theta") or layer.get("rope_theta", 10000.0),
-            max_positions=layer.get("max_position_embeddings", 2048),
-            norm_before_residual=bool(stored.get("norm_before_residual", False)),
-            num_medusa=own.get("num_medusa", 0),
-            target=stored.get("speculators_config", {}).get("verifier", {}).get("name_or_path") or "",
-            fingerprint=own.get("fingerprint", ""),
-        )
-    except KeyError as error:
-        raise ValueError(f"load_head: transformer_layer_config: expected a field {error}, got none") from error
-    wide = stored.get("target_hidden_size")
+    heads, hidden_size, vocab_size = (layer.whole(n) for n in ("num_attention_heads", "hidden_size", "vocab_size"))
+    config = HeadConfig(
+        kind=kind,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        draft_vocab_size=stored.whole("draft_vocab_size", vocab_size),
+        feature_layers=ids,
+        num_q_heads=heads,
+        num_kv_heads=layer.whole("num_key_value_heads", heads),
+        head_dim=layer.whole("head_dim", hidden_size // heads),
+        intermediate_size=layer.whole("intermediate_size", least=0),
+        rms_norm_eps=layer.number("rms_norm_eps", 1e-6),
+        rope_theta=rope.number("rope_theta", layer.number("rope_theta", 10000.0)),
+        max_positions=layer.whole("max_position_embeddings", 2048),
+        norm_before_residual=bool(stored.get("norm_before_residual", False)),
+        num_medusa=own.whole("num_medusa", 0, least=0),
+        target=stored.object("speculators_config").object("verifier").text("name_or_path"),
+        fingerprint=own.text("fingerprint"),
+    )
+    wide = stored.whole("target_hidden_size", 0, least=0)
     if wide and wide != config.hidden_size:
         config = replace(config, target_hidden_size=wide)
     config.validate()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from specdec_kernels.engine.metrics import SpecCounters
@@ -73,28 +74,48 @@ class Request:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def validate(self) -> None:
-        """Raise ValueError naming the argument that is out of range."""
-        for name, condition, expected in (
-            ("max_tokens", isinstance(self.max_tokens, int) and self.max_tokens >= 1, "an int >= 1"),
-            ("temperature", self.temperature >= 0, "a number >= 0"),
-            ("top_k", isinstance(self.top_k, int) and self.top_k >= 0, "an int >= 0 (0: off)"),
-            ("top_p", 0 < self.top_p <= 1, "a number in (0, 1]"),
-            ("min_p", 0 <= self.min_p <= 1, "a number in [0, 1]"),
-            ("seed", self.seed is None or 0 <= self.seed < 2**63, "None or an int in [0, 2**63)"),
-            ("num_drafts", self.num_drafts is None or self.num_drafts >= 0, "None or an int >= 0"),
-            ("n", isinstance(self.n, int) and self.n >= 1, "an int >= 1"),
-            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"an int in [0, max_tokens={self.max_tokens}]"),
-            ("stop", all(isinstance(s, str) and s for s in self.stop_strings), "non-empty strings"),
-            ("logprobs", self.logprobs in (None, "raw", "processed", "both"), "None, 'raw', 'processed' or 'both'"),
-            ("logit_bias", all(-1e4 <= b <= 1e4 for b in self.logit_bias.values()), "values within +-1e4"),
-            ("repetition_penalty", 0 < self.repetition_penalty < 1e4, "a number > 0"),
-            ("presence_penalty", abs(self.presence_penalty) < 1e4, "a finite number"),
-            ("frequency_penalty", abs(self.frequency_penalty) < 1e4, "a finite number"),
-            ("logits_processor", self.logits_processor is None or callable(self.logits_processor), "a function"),
-            ("grammar", self.grammar is None or callable(self.grammar), "a function that makes a matcher"),
-        ):
-            if not condition:
-                raise ValueError(f"Request: {name}: expected {expected}, got {getattr(self, name)!r}")
+        """Raise ValueError naming the argument that is of a wrong type or out of range."""
+        for name, holds, expected in _RULES:
+            try:
+                fine = holds(self)
+            except (TypeError, ValueError, AttributeError, RuntimeError):  # a type that cannot be compared or iterated
+                fine = False
+            if not fine:
+                wanted = expected.format(self)
+                raise ValueError(f"Request: {name}: expected {wanted}, got {getattr(self, name)!r}")
+
+
+def _ints(*values: Any) -> bool:
+    return all(isinstance(value, Integral) for value in values)  # NumPy's integers too
+
+
+_RULES: tuple[tuple[str, Callable[[Request], Any], str], ...] = (
+    ("max_tokens", lambda r: _ints(r.max_tokens) and r.max_tokens >= 1, "an int >= 1"),
+    ("temperature", lambda r: r.temperature >= 0, "a number >= 0"),
+    ("top_k", lambda r: _ints(r.top_k) and r.top_k >= 0, "an int >= 0 (0: off)"),
+    ("top_p", lambda r: 0 < r.top_p <= 1, "a number in (0, 1]"),
+    ("min_p", lambda r: 0 <= r.min_p <= 1, "a number in [0, 1]"),
+    ("seed", lambda r: r.seed is None or (_ints(r.seed) and 0 <= r.seed < 2**63), "None or an int in [0, 2**63)"),
+    ("stop_token_ids", lambda r: _ints(*r.stop_token_ids), "a tuple of ints"),
+    (
+        "num_drafts", lambda r: r.num_drafts is None or (_ints(r.num_drafts) and r.num_drafts >= 0),
+        "None or an int >= 0",
+    ),
+    ("n", lambda r: _ints(r.n) and r.n >= 1, "an int >= 1"),
+    (
+        "min_tokens", lambda r: _ints(r.min_tokens) and 0 <= r.min_tokens <= r.max_tokens,
+        "an int in [0, max_tokens={0.max_tokens}]",
+    ),
+    ("stop", lambda r: all(isinstance(s, str) and s for s in r.stop_strings), "non-empty strings"),
+    ("logprobs", lambda r: r.logprobs in (None, "raw", "processed", "both"), "None, 'raw', 'processed' or 'both'"),
+    ("logit_bias", lambda r: all(-1e4 <= b <= 1e4 for b in r.logit_bias.values()), "values within +-1e4"),
+    ("logit_bias", lambda r: _ints(*r.logit_bias), "token ids as keys"),
+    ("repetition_penalty", lambda r: 0 < r.repetition_penalty < 1e4, "a number > 0"),
+    ("presence_penalty", lambda r: abs(r.presence_penalty) < 1e4, "a finite number"),
+    ("frequency_penalty", lambda r: abs(r.frequency_penalty) < 1e4, "a finite number"),
+    ("logits_processor", lambda r: r.logits_processor is None or callable(r.logits_processor), "a function"),
+    ("grammar", lambda r: r.grammar is None or callable(r.grammar), "a function that makes a matcher"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

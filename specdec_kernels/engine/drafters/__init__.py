@@ -160,9 +160,7 @@ class DrafterTable:
                 raise TypeError(f"Engine: drafter: expected a name or a Drafter, got {type(drafter).__name__}")
             return self._attach(drafter)
         if drafter not in self.made:
-            if drafter not in FACTORIES:
-                raise ValueError(f"Engine: drafter: expected one of {sorted({'none', *FACTORIES})}, got {drafter!r}")
-            self.made[drafter] = self._attach(FACTORIES[drafter]())
+            self.made[drafter] = self._attach(FACTORIES[check_name(drafter)]())
         return self.made[drafter]
 
     def _attach(self, drafter: Drafter) -> Drafter:
@@ -174,6 +172,13 @@ class DrafterTable:
             except TypeError:  # made of slots: held for good
                 known[key] = lambda: drafter
         return drafter
+
+
+def check_name(drafter: str) -> str:
+    """The name of a drafter; ValueError if there is none of this name. For commands, before they load a model."""
+    if drafter != "none" and drafter not in FACTORIES:
+        raise ValueError(f"Engine: drafter: expected one of {sorted({'none', *FACTORIES})}, got {drafter!r}")
+    return drafter
 
 
 def _ngram() -> Drafter:
