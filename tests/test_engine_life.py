@@ -98,7 +98,7 @@ def test_limits_and_bad_requests():
     assert not engine.has_work
 
 
-@pytest.mark.parametrize("value", [[4, 5], "4", 4.5, (4,), {}, object()], ids=str)
+@pytest.mark.parametrize("value", [[4, 5], "4", 4.5, (4,), {}, 4j], ids=repr)
 @pytest.mark.parametrize("name", ["max_tokens", "min_tokens", "top_k", "n", "seed", "num_drafts"])
 def test_integers_of_a_wrong_type_are_refused_by_name(name: str, value):
     engine = Engine(ToyModel(), "none", CONFIG)
