@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from specdec_kernels._compile import constant_result
+
 logger = logging.getLogger("specdec_kernels")
 
 _SAMPLING = (
@@ -199,8 +201,7 @@ def _load_native() -> dict[str, str]:
 
 
 def _first_call(op: str) -> Callable[..., None]:
-    """What `torch.ops.specdec_triton.<op>` runs until its room is imported: for CUDA tensors it imports it, others are
-    refused in words of ours."""
+    """What `torch.ops.specdec_triton.<op>` runs until its room is imported, which a call on CUDA tensors does."""
 
     def first(*args: Any, **kwargs: Any) -> None:
         devices = {x.device.type for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)}
@@ -236,19 +237,18 @@ def supports(op: str, backend: str = "native", device: str = "cpu") -> bool:
     if backend == "triton" and (device == "cpu" or _triton_room(op) is None):
         return False
     qualified = f"{_NAMESPACES.get(backend, backend)}::{op}"
-    key = "Meta" if device == "meta" else device.upper()
-    return torch._C._dispatch_has_kernel_for_dispatch_key(qualified, key)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "Meta" if device == "meta" else device.upper())
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _namespace(op: str, backend: str | None, device: str) -> str:
     """The namespace that serves (op, backend, device); raises NotImplementedError naming what exists."""
     choice = backend or _BACKEND
-    fake = device == "meta"
     if choice is not None and choice not in _NAMESPACES:
-        raise ValueError(f"{op}: backend: expected one of {sorted(_NAMESPACES)}, got {choice!r}")
+        name = "backend" if backend else "SPECDEC_BACKEND"
+        raise ValueError(f"{op}: {name}: expected one of {sorted(_NAMESPACES)}, got {choice!r}")
     for candidate in [choice] if choice else BACKENDS:
-        if fake or supports(op, candidate, device):
+        if device == "meta" or supports(op, candidate, device):
             return _NAMESPACES[candidate]
     have = [f"{b} on {d}" for b in BACKENDS for d in ("cpu", "cuda") if supports(op, b, d)]
     raise NotImplementedError(

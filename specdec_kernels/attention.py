@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from specdec_kernels import _ops
+from specdec_kernels._compile import constant_result
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -310,7 +311,7 @@ def _plan_fields(num_order: int) -> int:
     return 8 + 2 * num_order + 1
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _multiprocessors() -> int:
     """Of the current GPU; without one, of the CUDA-on-CPU runtime."""
     return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 4

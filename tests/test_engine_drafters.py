@@ -99,6 +99,17 @@ def test_drafters_by_name():
         table.get("oracle")
 
 
+def test_a_drafter_without_a_name_is_refused():
+    """Steps count by it: without one, every step would have failed behind its verification."""
+
+    class Nameless:
+        def propose(self, states, limits, context):
+            return [Draft() for _ in states]
+
+    with pytest.raises(TypeError, match=r"^Engine: drafter: expected an attribute name \(str\), got Nameless without"):
+        DrafterTable().get(Nameless())
+
+
 def test_expected_speedup():
     assert expected_speedup(0.0, 3, 0.5, 0.0) == pytest.approx(1 / 2.5)
     assert expected_speedup(1.0, 4, 0.0, 0.0) == pytest.approx(5.0)

@@ -256,6 +256,14 @@ def test_the_backend_in_the_environment_is_read_at_the_import():
     """Before an op's first call and after it the same: it is not looked at again."""
     done = python("sk.advance(x, x.clone())", SPECDEC_BACKEND="triton")
     assert "NotImplementedError: advance: backend: triton on cpu is not built" in done.stderr
+    done = python("sk.advance(x, x.clone())", SPECDEC_BACKEND="cuda")
+    assert re.search(r"ValueError: advance: SPECDEC_BACKEND: expected one of \[.*\], got 'cuda'", done.stderr)
     done = python("sk.advance(x, x.clone()); os.environ['SPECDEC_BACKEND'] = 'triton'; sk.advance(x, x.clone()); "
                   "sk.copy_pages(torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8), x, x)")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_import_leaves_dynamo_alone():
+    """It takes as long as the rest of torch; torch.compile imports it when it is used."""
+    done = python("import sys; assert 'torch._dynamo' not in sys.modules")
     assert done.returncode == 0, done.stderr

@@ -219,6 +219,20 @@ def test_rerank_faults_stay_in_their_request(backend: Any):
     assert wrong.selected.tolist() == [0, 2, 0, -1, -1, -1]  # its root remains
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_requests_that_share_candidates_are_refused(sampled: bool):
+    """Offsets 0, 5, 3, 15: the third request is sound by itself and begins in the middle of the first one's rows."""
+    scores = torch.tensor([0.0, -0.5, -1.2, -0.7, -1.4] * 3)
+    parents, cu = ints([-1, 0, 0, 1, 2] * 3), ints([0, 5, 3, 15])
+    alone = rerank_tree(scores[:5], parents[:5], ints([0, 5]), ints([4]), total_nodes=4, sampled=sampled)
+    for _ in range(20):  # two threads used the same scratch
+        out = rerank_tree(scores, parents, cu, ints([4, 4, 4]), total_nodes=12, sampled=sampled)
+        assert out.flags.tolist() == [0, _ops.Flag.INDEX, _ops.Flag.INDEX]
+        assert out.cu_nodes.tolist() == [0, 4, 5, 6]
+        assert torch.equal(out.selected[:4], alone.selected)
+        assert torch.equal(out.parents[:4], alone.parents)
+
+
 def test_levels_line_up(backend: Any):
     """Two levels by hand: candidates, their parents, and the tokens of the kept nodes."""
     backend.require("expand_tree")

@@ -63,11 +63,24 @@ void expand_tree_cpu(Tensor scores, Tensor child_log_probs, int64_t k, Tensor ch
 }
 
 struct Scratch {  // grown once, one slice a request
+  std::vector<NodeRange> ranges;
   std::vector<uint64_t> keys;
   std::vector<float> rank;
   std::vector<int32_t> depth, present;
   std::vector<double> used;
 };
+
+// Rows of every request. One that begins before an earlier offset would share rows, and so scratch, with another:
+// unsound.
+void disjoint_ranges(const int32_t* cu, int64_t requests, int64_t total, std::vector<NodeRange>& ranges) {
+  ranges.resize(requests);
+  int32_t highest = 0;
+  for (int64_t b = 0; b < requests; b++) {
+    ranges[b] = node_range(cu, b, total);
+    if (cu[b] < highest) ranges[b] = {0, 0, kFlagIndex};
+    if (cu[b] <= total) highest = std::max(highest, cu[b]);
+  }
+}
 
 // Keys of the kept candidates -> their indices in order, and their parents' new numbers (`number` is scratch).
 void write_kept(uint64_t* keys, int32_t count, int32_t kept, const int32_t* parents, int32_t* number, int32_t* selected,
@@ -93,6 +106,8 @@ void rerank_tree_cpu(Tensor scores, Tensor parents, Tensor cu_candidates, Tensor
   int32_t *chosen = p.selected, *above = p.parents_out, *cu = p.cu_nodes, *flag = p.flags;
   static thread_local Scratch own;
   Scratch& scratch = own;  // the workers must see this thread's arrays
+  disjoint_ranges(cu_in, requests, candidates, scratch.ranges);
+  const std::vector<NodeRange>& ranges = scratch.ranges;
   scratch.keys.resize(candidates);
   scratch.rank.resize(candidates);
   scratch.depth.resize(candidates);
@@ -102,7 +117,7 @@ void rerank_tree_cpu(Tensor scores, Tensor parents, Tensor cu_candidates, Tensor
   const int64_t step = grain(requests ? candidates / requests : 0);
   torch::stable::parallel_for(0, requests, step, [&](int64_t from, int64_t to) {
     for (int64_t b = from; b < to; b++) {
-      const NodeRange range = node_range(cu_in, b, candidates);
+      const NodeRange range = ranges[b];
       const int32_t at = range.begin, count = std::min(range.count, kMaxCandidates);
       scratch.present[b] =
           rank_candidates(score + at, parent + at, count, sampled, scratch.keys.data() + at, scratch.rank.data() + at,
@@ -113,7 +128,7 @@ void rerank_tree_cpu(Tensor scores, Tensor parents, Tensor cu_candidates, Tensor
   int64_t row = 0;
   for (int64_t b = 0; b < requests; b++) {
     cu[b] = static_cast<int32_t>(row);
-    const bool root = node_range(cu_in, b, candidates).count > 0 || (flag[b] & kFlagIndex);
+    const bool root = ranges[b].count > 0 || (flag[b] & kFlagIndex);
     const int32_t fitting = root ? kept_nodes(wanted[b], scratch.present[b], INT32_MAX) : 0;
     const int32_t kept = root ? kept_nodes(wanted[b], scratch.present[b], nodes - row) : 0;
     if (kept < fitting) flag[b] |= kFlagIndex;
@@ -122,7 +137,7 @@ void rerank_tree_cpu(Tensor scores, Tensor parents, Tensor cu_candidates, Tensor
   cu[requests] = static_cast<int32_t>(row);
   torch::stable::parallel_for(0, requests, step, [&](int64_t from, int64_t to) {
     for (int64_t b = from; b < to; b++) {
-      const NodeRange range = node_range(cu_in, b, candidates);
+      const NodeRange range = ranges[b];
       const int32_t at = range.begin, kept = cu[b + 1] - cu[b];
       if (range.count == 0) {  // unsound offsets: the root alone
         if (kept > 0) chosen[cu[b]] = 0, above[cu[b]] = -1;

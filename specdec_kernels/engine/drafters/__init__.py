@@ -158,6 +158,10 @@ class DrafterTable:
         if not isinstance(drafter, str):
             if not callable(getattr(drafter, "propose", None)):
                 raise TypeError(f"Engine: drafter: expected a name or a Drafter, got {type(drafter).__name__}")
+            if not isinstance(getattr(drafter, "name", None), str):  # metrics count by it
+                raise TypeError(
+                    f"Engine: drafter: expected an attribute name (str), got {type(drafter).__name__} without"
+                )
             return self._attach(drafter)
         if drafter not in self.made:
             self.made[drafter] = self._attach(FACTORIES[check_name(drafter)]())
